@@ -1,0 +1,29 @@
+"""Hand the facts of settings.ini to setuptools. No fact is stated here."""
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+ini = ConfigParser(delimiters=["="], interpolation=None)
+if not ini.read(here/"settings.ini", encoding="utf-8"): raise SystemExit("setup.py needs settings.ini beside it.")
+facts = ini["DEFAULT"]
+extras = {key.removesuffix("_requirements"): value.split() for key, value in facts.items() if key.endswith("_requirements")}
+
+setup(
+    version=facts["version"],
+    description=facts["description"],
+    long_description=(here/"README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author=facts["author"],
+    author_email=facts["author_email"],
+    license=facts["license"],
+    keywords=facts["keywords"].split(),
+    classifiers=facts["classifiers"].strip().splitlines(),
+    python_requires=">=" + facts["min_python"],
+    install_requires=facts["requirements"].split(),
+    extras_require=extras,
+    packages=find_packages(include=["cramnb", "cramnb.*"]),
+    package_data={"cramnb": ["py.typed"]},
+    entry_points={"console_scripts": facts["console_scripts"].split()},
+)
