@@ -1,0 +1,34 @@
+"""Shared by all tests: the repository, and private data where a machine has it."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BESIDE = ROOT.parent/"shared"   # fixtures and data that are not part of the project may lie beside the checkout
+
+
+def beside(name: str) -> Path:
+    folder = Path(os.environ.get("CRAMNB_SHARED", BESIDE))/name
+    if not folder.exists(): pytest.skip(f"{name} is not on this machine")
+    return folder
+
+
+def cramnb(*words: str, cwd: Path, timeout: int = 300, **env: str) -> subprocess.CompletedProcess:
+    "Run the command as a user does, in a folder of its own."
+    env = {**{k: v for k, v in os.environ.items() if k != "CRAMNB_DATA"}, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
+    return subprocess.run([sys.executable, "-m", "cramnb", *words], cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> Path:
+    "A small corpus of real English on every machine: docstrings of the standard library, one a line."
+    import itertools
+    import json
+
+    from cramnb.corpus import docstrings
+    path = tmp_path_factory.mktemp("texts")/"docs.jsonl"
+    path.write_text("".join(json.dumps({"text": d}) + "\n" for d in itertools.islice(docstrings(), 1500)), encoding="utf-8")
+    return path

@@ -1,0 +1,174 @@
+"""Text, tokens, rows: nothing lost, nothing twice, the same every time, whole or not at all."""
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+from cramnb.corpus import deduplicate, documents, find_files, normalizer, read_file, repeated_bytes
+from cramnb.masking import mask_tokens, microbatch_generator
+from cramnb.packing import Rows, load_corpus, pack, prepare_corpus, store_folder, write_rows
+from cramnb.recipe import CramError, Data, tiny
+from cramnb.tokenizer import encode, train_tokenizer
+
+
+def small(texts: Path, **changes) -> Data:
+    return Data(**dict(source="files", files=str(texts), vocab_size=1000, seq_length=64, heldout=0.1, deduplicate=True, trash_cutoff=0.5) | changes)
+
+
+def test_normaliser_is_the_original_with_its_double_space_mended():
+    n = normalizer(Data())
+    assert n.normalize_str("Café  ``x``") == 'cafe "x"'
+    assert n.normalize_str("naïve — test") == "naive test"      # the original leaves two spaces
+    assert n.normalize_str("a\tb ''c''") == 'a\tb "c"'
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_repeats_are_found_as_by_looking_at_every_pair(seed):
+    rng = np.random.default_rng(seed)
+    text = rng.integers(97, 100, size=rng.integers(1, 120)).astype(np.uint8)
+    n = int(rng.integers(2, 9))
+    expected = np.zeros(len(text), bool)
+    for i in range(len(text)-n+1):
+        if text[i:i+n].tobytes() in {text[j:j+n].tobytes() for j in range(i)}: expected[i:i+n] = True
+    assert (repeated_bytes(text, n) == expected).all()
+
+
+def test_a_repeated_span_stays_once():
+    span = "the quick brown fox jumps over the lazy dog and then it goes on and on until one hundred bytes are full."
+    a, b, c = deduplicate([f"one {span} end", f"two {span} stop", "three, alone"], 100)
+    assert span in a and span not in b and b.startswith("two") and b.endswith("stop") and c == "three, alone"
+    assert deduplicate(["", "ab", ""], 100) == ["", "ab", ""]
+
+
+def test_files_of_every_kind_give_the_same_documents(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    docs = ["A first text, with \u2028 inside.", "Zweiter Text: Grüße.", "third"]
+    lines = "".join(json.dumps({"text": d}, ensure_ascii=False) + "\n" for d in docs)
+    (tmp_path/"a.jsonl").write_text(lines, encoding="utf-8")
+    (tmp_path/"a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path/"a.csv").write_text("text\n" + "".join(f'"{d}"\n' for d in docs), encoding="utf-8")
+    pq.write_table(pa.table({"text": docs}), tmp_path/"a.parquet")
+    for name in ("a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"): assert list(read_file(tmp_path/name)) == docs, name
+    (tmp_path/"b.txt").write_text("one\n\ntwo\n", encoding="utf-8")
+    assert list(read_file(tmp_path/"b.txt")) == ["one\n\ntwo"]
+    assert len(find_files(str(tmp_path))) == 5 and len(find_files(str(tmp_path/"*.jsonl"))) == 1
+
+
+def test_splits_in_file_names_keep_apart(tmp_path):
+    for part in ("train", "val", "mini"): (tmp_path/f"wiki.{part}.jsonl").write_text(json.dumps({"text": part}) + "\n")
+    assert sorted(documents(Data(source="files", files=str(tmp_path)))) == [("train", False), ("val", True)]
+
+
+def test_no_token_is_lost_or_doubled():
+    rng = np.random.default_rng(0)
+    docs = [rng.integers(5, 900, size=n).tolist() for n in rng.integers(0, 300, size=500)]
+    for cls_id in (None, 2):
+        rows, rest = pack(docs, 64, cls_id)
+        body = rows[:, 1:] if cls_id else rows
+        assert rows.shape[1] == 64 and np.array_equal(np.concatenate([body.reshape(-1), rest]), np.concatenate([np.array(d, int) for d in docs]))
+        assert cls_id is None or (rows[:, 0] == 2).all()
+
+
+def test_rows_on_disk_cost_two_bytes_a_token(tmp_path):
+    rows = np.random.default_rng(0).integers(0, 65536, size=(5000, 128))
+    write_rows(np.array_split(rows, 7), tmp_path/"r.arrow", 65536)
+    stored = Rows(tmp_path/"r.arrow")
+    assert (tmp_path/"r.arrow").stat().st_size <= 2.1*rows.size
+    index = np.random.default_rng(1).integers(0, 5000, size=300)
+    assert (stored[index] == rows[index]).all() and (stored[10:20] == rows[10:20]).all() and len(stored) == 5000
+    assert (stored[7] == rows[7]).all() and stored[index].dtype == np.uint16
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "BPE", "WordLevel"])
+def test_tokenizers_do_not_depend_on_chance(kind, texts):
+    docs = list(read_file(texts))[:400]
+    code = "import sys, json; from cramnb.tokenizer import train_tokenizer; from cramnb.recipe import Data; " \
+           "print(train_tokenizer(json.load(sys.stdin), Data(tokenizer=sys.argv[1], vocab_size=800)).backend_tokenizer.to_str())"
+    runs = {subprocess.run([sys.executable, "-c", code, kind], input=json.dumps(docs), env={**os.environ, "PYTHONHASHSEED": s, "RAYON_NUM_THREADS": s}, text=True, capture_output=True, check=True).stdout for s in "12"}
+    assert len(runs) == 1
+
+
+def test_special_tokens_and_templates(texts, tmp_path):
+    from transformers import AutoTokenizer
+    tok = train_tokenizer(list(read_file(texts))[:200], Data(vocab_size=500))
+    tok.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert (again.pad_token_id, again.unk_token_id, again.cls_token_id, again.sep_token_id, again.mask_token_id, len(again)) == (0, 1, 2, 3, 4, 500)
+    assert again("return a list")["input_ids"] == tok("return a list")["input_ids"] == encode(tok, ["return a list"])[0]
+    pair = again("a", "b")["input_ids"]
+    assert pair[0] == 2 and pair[-1] == 3 and pair.count(3) == 2
+    assert 4 not in encode(tok, ["say [MASK] aloud"])[0] and 4 in tok("say [MASK] aloud")["input_ids"]
+    with pytest.raises(CramError, match="supports"): train_tokenizer(["only a few words"], Data(vocab_size=5000))
+
+
+def test_store_counts_every_token_and_is_found_again(texts, tmp_path):
+    corpus, was_there = prepare_corpus(small(texts), tmp_path)
+    count = corpus.card["counts"]
+    assert not was_there and count["tokens"] == count["rows"]*64 + count["tokens_left"]
+    again, was_there = prepare_corpus(small(texts), tmp_path)
+    assert was_there and np.array_equal(again.rows[:], corpus.rows[:])
+    assert store_folder(small(texts, seq_length=32), tmp_path) != corpus.folder
+    first = corpus.batch(0, len(corpus.rows), 0)
+    assert sorted(map(bytes, first)) == sorted(map(bytes, corpus.rows[:])), "an epoch shows each row once"
+    assert np.array_equal(np.concatenate([corpus.batch(i*7, 7, 0) for i in range(400)]), corpus.batch(0, 2800, 0)), "place alone decides"
+
+
+def test_curriculum_shows_short_sentences_first(texts, tmp_path):
+    corpus, _ = prepare_corpus(small(texts, ordering="sentence-length-curriculum"), tmp_path)
+    ends = (corpus.batch(0, len(corpus.rows), 0) == corpus.tokenizer.convert_tokens_to_ids(".")).sum(1)
+    assert (np.diff(ends) <= 0).all()
+
+
+def _build(texts, folder): prepare_corpus(small(texts), folder)
+
+
+def test_a_killed_build_never_looks_complete_and_goes_on(texts, tmp_path):
+    prepare_corpus(small(texts), tmp_path/"whole")
+    whole = load_corpus(store_folder(small(texts), tmp_path/"whole"))
+    rng, fork = random.Random(0), multiprocessing.get_context("fork")
+    for attempt in range(20):
+        p = fork.Process(target=_build, args=(texts, tmp_path/"killed"))
+        p.start()
+        time.sleep(rng.uniform(0.02, 1.2))
+        os.kill(p.pid, signal.SIGKILL)
+        p.join()
+        folder = store_folder(small(texts), tmp_path/"killed")
+        if folder.exists(): assert np.array_equal(load_corpus(folder).rows[:], whole.rows[:])
+    corpus, _ = prepare_corpus(small(texts), tmp_path/"killed")
+    assert np.array_equal(corpus.rows[:], whole.rows[:]) and corpus.card["counts"] == whole.card["counts"]
+
+
+def test_two_at_once_build_once(texts, tmp_path):
+    fork = multiprocessing.get_context("fork")
+    both = [fork.Process(target=_build, args=(texts, tmp_path)) for _ in range(2)]
+    for p in both: p.start()
+    for p in both: p.join()
+    assert [p.exitcode for p in both] == [0, 0] and not list(tmp_path.glob("*.partial"))
+
+
+def test_masks_are_exact_uniform_and_repeatable():
+    ids = torch.randint(5, 1000, (4000, 128), generator=torch.Generator().manual_seed(0))
+    ids[:, -1] = 3
+    draw = lambda n: mask_tokens(ids, mlm_probability=0.25, mask_token_id=4, vocab_size=1000, generator=microbatch_generator(0, n))
+    m = draw(1)
+    asked = m.labels != -100
+    assert (asked.sum(1) == 32).all() and ((m.input_ids == 4).sum(1) == 26).all() and not asked[:, -1].any()
+    assert torch.equal(m.labels[asked], ids[asked]) and torch.equal(m.input_ids[~asked], ids[~asked])
+    kept = ((m.input_ids == ids) & asked).sum(1)
+    assert (kept >= 3).all() and kept.float().mean() < 3.05
+    rate = asked[:, :-1].float().mean(0)
+    assert (rate - 32/127).abs().max() < 0.03
+    assert all(torch.equal(a, b) for a, b in zip(draw(7), draw(7))) and not torch.equal(draw(7).labels, draw(8).labels)
+    assert torch.equal(m.labels.gather(1, m.positions), m.labels[asked].view(4000, 32))
