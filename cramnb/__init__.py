@@ -3,6 +3,7 @@
 - `cramnb.attention`: Attention by hand on four tokens, then by the fastest kernel at hand
 - `cramnb.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
 - `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
+- `cramnb.cram`: Raw text to score table, in three minutes or in twenty-four hours, by one command
 - `cramnb.encoder`: Positions, norms, gates and a stream that every layer adds to: the encoder of crammed-BERT
 - `cramnb.finetune`: One set of hyper-parameters, five epochs at most, several seeds, and the median
 - `cramnb.glue`: The GLUE tasks, their numbers, and a suite made from your own text
@@ -16,9 +17,13 @@
 - `cramnb.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
 - `cramnb.train`: A loop that knows how much of its day is gone, and ends on time with nothing broken"""
 
+import os
 from importlib.metadata import version
 
-from .mlm import register
+# Before torch loads its threads: let waiting ones sleep. Spinning gains nothing on a quiet machine and costs a factor of three to six beside another job (LAB.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from .mlm import register  # noqa: E402
 
 __version__ = version("cramnb")
 register()
