@@ -11,14 +11,13 @@ __all__ = ['GROUPS', 'PRESETS', 'RECIPES', 'ALIASES', 'CramError', 'nearest', 'o
            'Recipe', 'preset', 'parse_budget', 'show_budget', 'flat', 'check', 'with_environment', 'compose', 'tiny',
            'crammed', 'diff', 'option_table', 'to_dict', 'from_dict']
 
-# %% ../nbs/00_recipe.ipynb #c181c6fc
+# %% ../nbs/00_recipe.ipynb #e31afa28
 import dataclasses, difflib, math, os, re, types, typing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from fastcore.docments import docments
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 # %% ../nbs/00_recipe.ipynb #22d68c81
 class CramError(ValueError):
@@ -291,7 +290,7 @@ ALIASES = {
     'train.objective.use_80_20_rule': 'train.use_80_20_rule', 'eval.warmup_steps': 'eval.warmup', 'data.max_entries_in_raw_dataset': 'data.max_documents',
 }  # left: the original's key; right: ours
 
-# %% ../nbs/00_recipe.ipynb #ddd02779
+# %% ../nbs/00_recipe.ipynb #1a186f13
 def _field(key):
     "The dataclass field behind a dotted key."
     cls, leaf = (GROUPS[key.split('.')[0]], key.split('.')[1]) if '.' in key else (Recipe, key)
@@ -300,14 +299,13 @@ def _field(key):
 def _merge(recipe, key, text):
     "`recipe` with one override; OmegaConf reads the value and checks its type."
     want = _field(key).type
-    if want is str: value = text
-    else: value = OmegaConf.from_dotlist([f'value={text}'])['value']
     conf = OmegaConf.structured(recipe)
-    try: OmegaConf.update(conf, key, value)
-    except OmegaConfBaseException:
+    try:
+        OmegaConf.update(conf, key, text if want is str else OmegaConf.from_dotlist([f'value={text}'])['value'])
+        return OmegaConf.to_object(conf)
+    except Exception:      # of YAML, which reads the value, or of OmegaConf, which checks it
         name = getattr(want, '__name__', str(want)) if not typing.get_args(want) else str(want)
         raise CramError(f"{key}={text} has the wrong type: {name} is expected (now {flat(recipe)[key]!r}).") from None
-    return OmegaConf.to_object(conf)
 
 # %% ../nbs/00_recipe.ipynb #b7c85b7c
 _POSITIVE = ('arch.hidden_size', 'arch.num_hidden_layers', 'arch.num_attention_heads', 'arch.intermediate_size', 'data.vocab_size', 'data.seq_length',

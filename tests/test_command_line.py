@@ -27,6 +27,8 @@ def mistake(capsys, *words: str) -> str:
     (["eval=GLUE-sane"], ["eval=GLUE-sane", "'GLUE_sane'"]),
     (["train.batch_size=many"], ["train.batch_size=many", "int"]),
     (["train.dropout=perhaps"], ["train.dropout=perhaps", "bool"]),
+    (["train.lr=["], ["train.lr=[", "float"]),
+    (["train.lr=${x}"], ["train.lr=${x}", "float"]),
     (["train.lr=nan"], ["train.lr=nan"]),
     (["train.lr=inf"], ["train.lr=inf"]),
     (["train.mlm_probability=25"], ["train.mlm_probability=25", "share"]),
