@@ -13,6 +13,8 @@ def readme() -> dict[str, bytes]:
     config = Config({"TemplateExporter": {"exclude_input": True}, "ExtractOutputPreprocessor": {"output_filename_template": "README_files/{cell_index}_{index}{extension}"}})
     body, resources = MarkdownExporter(config=config).from_filename(str(ROOT/"nbs/index.ipynb"))
     body = re.sub(r"\]\((\w+\.ipynb)\)", r"](nbs/\1)", body)
+    body = body.replace("![svg](", "![The pipeline from raw text to score, with the chapters of each stage](")
+    body = re.sub(r"[ ]+\n", "\n", body)
     body = re.sub(r"\n{3,}", "\n\n", body).strip() + "\n"
     return {"README.md": body.encode(), **resources["outputs"]}
 
