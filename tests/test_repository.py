@@ -151,6 +151,16 @@ def test_sidebar_lists_every_chapter():
     assert "commonmark" not in site["format"] and site["format"]["html"]["html-math-method"] == "mathml"
 
 
+def test_every_chapter_becomes_a_page(tmp_path):
+    "What nbdev stages for Quarto, without Quarto."
+    fresh = copy(tmp_path/"fresh")
+    subprocess.run([sys.executable, "-c", "from nbdev.serve import proc_nbs; proc_nbs('nbs', n_workers=0)"], cwd=fresh, check=True, capture_output=True)
+    for p in NOTEBOOKS:
+        front = source(cells(fresh/"_proc"/p.name)[0])
+        assert "title: " in front and "description: " in front, f"{p.name} has no front matter"
+    assert yaml.safe_load((fresh/"_proc/_quarto.yml").read_text())["project"]["type"] == "website"
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_markdown_of_the_site_is_sound(path):
     for c in cells(path, "markdown"):
