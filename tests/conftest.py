@@ -1,4 +1,5 @@
 """Shared by all tests: the repository, and private data where a machine has it."""
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -20,6 +21,13 @@ def cramnb(*words: str, cwd: Path, timeout: int = 300, **env: str) -> subprocess
     "Run the command as a user does, in a folder of its own."
     env = {**{k: v for k, v in os.environ.items() if k != "CRAMNB_DATA"}, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
     return subprocess.run([sys.executable, "-m", "cramnb", *words], cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True)
+
+
+def server():
+    "Processes that start fast and without the threads of this one, which a plain fork would carry along half dead."
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "cramnb.packing", "cramnb.checkpoint", "cramnb.mlm"])
+    return context
 
 
 @pytest.fixture(scope="session")

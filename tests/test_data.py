@@ -1,10 +1,8 @@
 """Text, tokens, rows: nothing lost, nothing twice, the same every time, whole or not at all."""
 import gzip
 import json
-import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import server
 
 from cramnb.corpus import deduplicate, documents, find_files, normalizer, read_file, repeated_bytes
 from cramnb.masking import mask_tokens, microbatch_generator
@@ -137,12 +135,12 @@ def _build(texts, folder): prepare_corpus(small(texts), folder)
 def test_a_killed_build_never_looks_complete_and_goes_on(texts, tmp_path):
     prepare_corpus(small(texts), tmp_path/"whole")
     whole = load_corpus(store_folder(small(texts), tmp_path/"whole"))
-    rng, fork = random.Random(0), multiprocessing.get_context("fork")
+    rng, fork = random.Random(0), server()
     for attempt in range(20):
         p = fork.Process(target=_build, args=(texts, tmp_path/"killed"))
         p.start()
-        time.sleep(rng.uniform(0.02, 1.2))
-        os.kill(p.pid, signal.SIGKILL)
+        time.sleep(rng.uniform(0.05, 0.9))
+        p.kill()     # SIGKILL
         p.join()
         folder = store_folder(small(texts), tmp_path/"killed")
         if folder.exists(): assert np.array_equal(load_corpus(folder).rows[:], whole.rows[:])
@@ -151,7 +149,7 @@ def test_a_killed_build_never_looks_complete_and_goes_on(texts, tmp_path):
 
 
 def test_two_at_once_build_once(texts, tmp_path):
-    fork = multiprocessing.get_context("fork")
+    fork = server()
     both = [fork.Process(target=_build, args=(texts, tmp_path)) for _ in range(2)]
     for p in both: p.start()
     for p in both: p.join()

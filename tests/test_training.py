@@ -1,16 +1,14 @@
 """The loop keeps its promises: budget, schedule, accumulation, non-finite updates, checkpoints, exact resume."""
 import itertools
 import json
-import multiprocessing
-import os
 import random
-import signal
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from conftest import server
 
 from cramnb.checkpoint import checkpoints, damage, load_checkpoint, save_checkpoint
 from cramnb.masking import mask_tokens, microbatch_generator
@@ -167,12 +165,12 @@ def test_twenty_kills_end_where_no_kill_ends(tmp_path):
     torch.set_num_threads(1)
     whole = trainer(max_updates=60)
     for row in whole.updates(): pass
-    rng, fork = random.Random(0), multiprocessing.get_context("fork")
+    rng, fork = random.Random(0), server()
     for attempt in range(20):
         p = fork.Process(target=_run_with_kills, args=(tmp_path,))
         p.start()
-        time.sleep(rng.uniform(0.02, 0.25))
-        os.kill(p.pid, signal.SIGKILL)
+        time.sleep(rng.uniform(0.05, 0.3))
+        p.kill()     # SIGKILL
         p.join()
     _run_with_kills(tmp_path)
     last = trainer(seed=5, max_updates=60)
