@@ -78,7 +78,7 @@ def lr_factor(
     if key not in SCHEDULES: raise CramError(f"scheduler={name} is not a schedule: choose from {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}")
     return max(0.0, SCHEDULES[key](min(max(x, 0.0), 1.0), warmup, cooldown))
 
-# %% ../nbs/10_schedule.ipynb #284065e9
+# %% ../nbs/10_schedule.ipynb #e3c457bc
 def batch_size_at(
     x:float,                # elapsed share of the budget
     *,
@@ -91,27 +91,7 @@ def batch_size_at(
     steps = math.floor(x*batch_size/(ramp*microbatch_size)) + 1
     return min(steps*microbatch_size, batch_size)
 
-def microbatches(
-    batch_size:int,         # sequences of one update
-    microbatch_size:int,    # sequences per pass
-)->list[int]:               # sizes of the passes; they sum to batch_size
-    "Cut a batch into passes. The last one may be smaller: the original ran 86 passes and divided by 85."
-    full, rest = divmod(batch_size, microbatch_size)
-    return [microbatch_size]*full + [rest]*(rest > 0)
-
-# %% ../nbs/10_schedule.ipynb #f47bc149
-def batch_size_at(
-    x:float,                # elapsed share of the budget
-    *,
-    batch_size:int,         # sequences per update at full size
-    microbatch_size:int,    # sequences per pass, on all devices together
-    ramp:float,             # share of the budget over which the batch grows; 0: full size from the start
-)->int:                     # sequences of the next update, in whole microbatches until the full size is reached
-    "Grow the batch from one microbatch to the full batch."
-    if not ramp or x >= ramp: return batch_size
-    steps = math.floor(x*batch_size/(ramp*microbatch_size)) + 1
-    return min(steps*microbatch_size, batch_size)
-
+# %% ../nbs/10_schedule.ipynb #e1c2e548
 def microbatches(
     batch_size:int,         # sequences of one update
     microbatch_size:int,    # sequences per pass
