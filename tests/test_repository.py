@@ -84,6 +84,13 @@ def test_each_chapter_has_its_own_module_named_after_it():
     assert [p.stem.split("_", 1)[1] for p in CHAPTERS] == modules
 
 
+def test_nothing_is_defined_twice():
+    for module in (ROOT/"cramnb").glob("*.py"):
+        names = [n.name for n in ast.parse(module.read_text(encoding="utf-8")).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+        patched = re.findall(r"@patch\n(?:def) (\w+)", module.read_text(encoding="utf-8"))
+        assert len(set(names)) == len(names) or set(n for n in names if names.count(n) > 1) <= set(patched), f"{module.name} defines something twice"
+
+
 def test_imports_point_down_and_name_what_they_take():
     order = {module_of(p): i for i, p in enumerate(CHAPTERS)}
     for name, place in order.items():
