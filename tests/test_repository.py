@@ -127,7 +127,6 @@ def test_chapters_have_pictures_strip_and_hand_over():
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
 def test_folded_solutions_solve_their_exercises(path, monkeypatch):
     "Run the chapter; put each solution in the place of its stub and ask the checker again."
-    from execnb.nbio import read_nb
     from execnb.shell import CaptureShell
     blocks = [m[1] for c in cells(path, "markdown") for m in re.finditer(r"<summary>Solution</summary>\s*```python\n(.*?)```", source(c), re.S)]
     if not blocks: pytest.skip("no exercises")
