@@ -20,7 +20,7 @@
 import os
 from importlib.metadata import version
 
-# Before torch loads its threads: let waiting ones sleep. Spinning gains nothing on a quiet machine and costs a factor of three to six beside another job (LAB.md).
+# Before torch loads its threads: let waiting ones sleep. Spinning gains nothing on a quiet machine and costs up to several times beside other jobs (LAB.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from .mlm import register  # noqa: E402
