@@ -16,7 +16,7 @@ from conftest import server
 from cramnb.corpus import deduplicate, documents, find_files, normalizer, read_file, repeated_bytes
 from cramnb.masking import mask_tokens, microbatch_generator
 from cramnb.packing import Rows, load_corpus, pack, prepare_corpus, store_folder, write_rows
-from cramnb.recipe import CramError, Data, tiny
+from cramnb.recipe import CramError, Data
 from cramnb.tokenizer import encode, train_tokenizer
 
 

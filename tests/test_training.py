@@ -1,11 +1,9 @@
 """The loop keeps its promises: budget, schedule, accumulation, non-finite updates, checkpoints, exact resume."""
 import itertools
-import json
 import random
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from conftest import server
@@ -13,8 +11,8 @@ from conftest import server
 from cramnb.checkpoint import checkpoints, damage, load_checkpoint, save_checkpoint
 from cramnb.masking import mask_tokens, microbatch_generator
 from cramnb.mlm import build_model
-from cramnb.optim import build_optimizer, decay_groups
-from cramnb.recipe import Arch, CramError, preset, tiny
+from cramnb.optim import decay_groups
+from cramnb.recipe import Arch, CramError, preset
 from cramnb.schedule import batch_size_at, lr_factor, microbatches
 from cramnb.train import Trainer
 
