@@ -8,7 +8,7 @@ Docs: https://cramnb.github.io/cramnb/encoder.html.md"""
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'CrammedBertConfig', 'sinusoid', 'Positions', 'make_norm', 'Embeddings', 'MLP', 'Layer', 'initial_std',
-           'CrammedBertPreTrainedModel', 'CrammedBertModel']
+           'draw', 'CrammedBertPreTrainedModel', 'CrammedBertModel']
 
 # %% ../nbs/06_encoder.ipynb #05608c81
 import dataclasses, math
@@ -118,32 +118,43 @@ class MLP(nn.Module):
     def forward(self, x:Tensor)->Tensor:  # (B, T, D) -> (B, T, D)
         return self.output(self.act(self.input(x)))
 
-# %% ../nbs/06_encoder.ipynb #2931d763
+# %% ../nbs/06_encoder.ipynb #18928210
 class Layer(GradientCheckpointingLayer):
-    "Attention, then MLP; each is added to the stream. Norms stand before each block (pre) or after each addition (post)."
+    "Attention, then MLP; each is added to the stream. Norms stand before each block (pre), after each addition (post), or on both sides of the block (sandwich)."
     def __init__(self, config):
         super().__init__()
-        self.pre = config.norm_placement == 'pre'
+        self.post, self.carry = config.norm_placement == 'post', (2*config.num_hidden_layers)**0.25 if config.deepnorm else 1.0
         self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
+        self.attention_out_norm, self.mlp_out_norm = (make_norm(config) if config.norm_placement == 'sandwich' else nn.Identity() for _ in range(2))
         self.attention, self.mlp = Attention(config), MLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x:Tensor, attention_mask:Tensor|None=None, rotary:tuple[Tensor,Tensor]|None=None, **kwargs)->Tensor:  # (B, T, D) -> (B, T, D)
-        if self.pre:
-            x = x + self.dropout(self.attention(self.attention_norm(x), attention_mask, rotary, **kwargs)[0])
-            return x + self.dropout(self.mlp(self.mlp_norm(x)))
-        x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask, rotary, **kwargs)[0]))
-        return self.mlp_norm(x + self.dropout(self.mlp(x)))
+    def add(self, x, block): return (x if self.carry == 1 else x*self.carry) + self.dropout(block)
 
-# %% ../nbs/06_encoder.ipynb #6445f020
+    def forward(self, x:Tensor, attention_mask:Tensor|None=None, rotary:tuple[Tensor,Tensor]|None=None, **kwargs)->Tensor:  # (B, T, D) -> (B, T, D)
+        if self.post:
+            x = self.attention_norm(self.add(x, self.attention(x, attention_mask, rotary, **kwargs)[0]))
+            return self.mlp_norm(self.add(x, self.mlp(x)))
+        x = self.add(x, self.attention_out_norm(self.attention(self.attention_norm(x), attention_mask, rotary, **kwargs)[0]))
+        return self.add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x))))
+
+# %% ../nbs/06_encoder.ipynb #86f57c28
 def initial_std(
     config:CrammedBertConfig,  # reads init, initializer_range, hidden_size, num_hidden_layers
 )->float:                      # standard deviation of fresh matrices
-    "The initialisation schemes that the paper lists (section 4.2)."
+    "The spread of each scheme of the original's code that draws from a normal distribution; `deepnorm` is DeepNet's gain taken as a spread, as there."
     D, L = config.hidden_size, config.num_hidden_layers
-    return dict(normal=config.initializer_range, small=math.sqrt(2/(5*D)), megatron=math.sqrt(1/(3*D)), wang=2/(L*math.sqrt(D)))[config.init]
+    return dict(normal=config.initializer_range, small=math.sqrt(2/(5*D)), megatron=math.sqrt(1/(3*D)), wang=2/(L*math.sqrt(D)), deepnorm=(8*L)**-0.25)[config.init]
 
-# %% ../nbs/06_encoder.ipynb #6f216160
+def draw(
+    weight:Tensor,             # (out, in), filled in place
+    config:CrammedBertConfig,  # reads init and what `initial_std` reads
+):
+    "Fill a fresh matrix: normal with `initial_std`, or orthogonal, stretched by the root of out/in."
+    if config.init == 'orthogonal': init.orthogonal_(weight, gain=math.sqrt(weight.shape[0]/weight.shape[1]))
+    else: init.normal_(weight, 0.0, initial_std(config))
+
+# %% ../nbs/06_encoder.ipynb #e07f3f2b
 class CrammedBertPreTrainedModel(PreTrainedModel):
     "What all our models share: configuration, fresh weights, attention backends, recorded outputs."
     config_class = CrammedBertConfig
@@ -157,7 +168,7 @@ class CrammedBertPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             zero = self.config.zero_init_residual and getattr(module, 'is_residual', False)
-            init.zeros_(module.weight) if zero else init.normal_(module.weight, 0.0, initial_std(self.config))
+            init.zeros_(module.weight) if zero else draw(module.weight, self.config)
             if getattr(module, 'bias', None) is not None: init.zeros_(module.bias)
         elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             init.ones_(module.weight)

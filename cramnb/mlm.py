@@ -12,7 +12,7 @@ Docs: https://cramnb.github.io/cramnb/mlm.html.md"""
 __all__ = ['HeadTransform', 'CrammedBertForMaskedLM', 'build_model', 'count_parameters', 'flops_per_token', 'pool', 'Classifier',
            'task_loss', 'CrammedBertForSequenceClassification', 'CrammedBertForTokenClassification', 'register']
 
-# %% ../nbs/07_mlm.ipynb #adfbe665
+# %% ../nbs/07_mlm.ipynb #e7e2fb96
 import dataclasses
 
 import torch
@@ -24,15 +24,15 @@ from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutp
 from transformers.utils.generic import can_return_tuple
 
 from .encoder import CrammedBertConfig, CrammedBertModel, CrammedBertPreTrainedModel, make_norm
-from .recipe import Arch, CramError
+from .recipe import Arch
 
-# %% ../nbs/07_mlm.ipynb #1a7c23a6
+# %% ../nbs/07_mlm.ipynb #9dc7ffd8
 class HeadTransform(nn.Module):
-    "Between encoder and decoder: nothing (crammed-BERT), one matrix (its first version), or BERT's dense, GELU, norm."
+    "Between encoder and decoder: nothing (crammed-BERT), one matrix (its first version), or BERT's dense, GELU, norm. `use_bias` gives the matrix a bias."
     def __init__(self, config):
         super().__init__()
         self.kind = config.head_transform
-        if self.kind != 'none': self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=self.kind == 'dense')
+        if self.kind != 'none': self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         if self.kind == 'dense': self.norm = make_norm(config)
 
     def forward(self, x:Tensor)->Tensor:  # (…, D) -> (…, D)

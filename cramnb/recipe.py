@@ -38,7 +38,7 @@ def one_of(
     "A dataclass field that takes one of a few names."
     return field(default=default, metadata=dict(allowed=(default, *allowed)))
 
-# %% ../nbs/00_recipe.ipynb #5cb74266
+# %% ../nbs/00_recipe.ipynb #65fe0ddc
 @dataclass
 class Arch:
     "The model. The defaults are crammed-BERT (paper section 4.2)."
@@ -53,15 +53,16 @@ class Arch:
     rope_theta:float = 10000.0             # base of the rotary frequencies
     norm_type:str = one_of('LayerNorm', 'RMSNorm')  # normalisation layer
     norm_eps:float = 1e-12                 # added to the variance
-    norm_placement:str = one_of('pre', 'post')  # before each block (crammed) or after the addition (BERT)
+    norm_placement:str = one_of('pre', 'post', 'sandwich')  # before each block (crammed), after the addition (BERT), or before and after the block
+    deepnorm:bool = False                  # multiply the stream by (2L)^(1/4) before each addition
     embedding_norm:bool = True             # normalise the sum of word and position embeddings
     final_norm:bool = True                 # normalise the output of the last layer
-    use_bias:bool = False                  # biases in attention output and MLP
+    use_bias:bool = False                  # biases in attention output, MLP and head transform
     qkv_bias:bool = False                  # biases of query, key and value
     qk_norm:bool = False                   # RMS-normalise queries and keys per head
     head_transform:str = one_of('none', 'linear', 'dense')  # before the decoder: nothing, a matrix, or BERT's dense+GELU+norm
     decoder_bias:bool = False              # one bias per vocabulary entry
-    init:str = one_of('normal', 'small', 'megatron', 'wang')  # standard deviation of fresh matrices
+    init:str = one_of('normal', 'small', 'megatron', 'wang', 'deepnorm', 'orthogonal')  # how fresh matrices are drawn
     initializer_range:float = 0.02         # the deviation where init=normal
     zero_init_residual:bool = False        # start attention output and MLP output at zero
     hidden_dropout_prob:float = 0.1        # dropout on embeddings and block outputs (active in fine-tuning)
@@ -176,15 +177,16 @@ class Recipe:
     eval:Eval = field(default_factory=Eval)    # fine-tuning
     impl:Impl = field(default_factory=Impl)    # how it is computed
 
-# %% ../nbs/00_recipe.ipynb #74cc1c53
+# %% ../nbs/00_recipe.ipynb #2a875e8c
 GROUPS = dict(arch=Arch, data=Data, train=Train, eval=Eval, impl=Impl)
 
 _biased = dict(use_bias=True, qkv_bias=True, decoder_bias=True, hidden_act='gelu', head_transform='dense',
                position_embedding_type='learned', final_norm=False, classifier_pooling='first')
+_c2 = dict(_biased, num_hidden_layers=12, position_embedding_type='scaled-sinusoidal', norm_eps=1e-6, classifier_pooling='mean')
 _bert_o = dict(gradient_clipping=0.0, batch_size_ramp=0.0, mlm_probability=0.15)
 _web = dict(source='hub', deduplicate=True, deduplication_threshold=75, trash_cutoff=0.25, ordering='sentence-length-curriculum')
 
-# %% ../nbs/00_recipe.ipynb #caec4b06
+# %% ../nbs/00_recipe.ipynb #4f23f426
 PRESETS = dict(arch={
     'crammed-bert': {},
     'tiny': dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, position_embedding_type='rotary',
@@ -195,6 +197,12 @@ PRESETS = dict(arch={
     'crammed-large-izsak': dict(_biased, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, norm_eps=1e-6),
     'crammed-bamboo': dict(hidden_size=384, num_hidden_layers=48, num_attention_heads=6, intermediate_size=1536),
     'bert-original': dict(_biased, num_hidden_layers=12, norm_placement='post', max_position_embeddings=512, classifier_hidden_size=768),
+    'bert-base': dict(_biased, num_hidden_layers=12, norm_placement='post', norm_eps=1e-6, classifier_hidden_size=768),
+    'bert-c2': _c2,
+    'bert-c3': dict(_c2, head_transform='linear', decoder_bias=False),
+    'bert-c4': dict(num_hidden_layers=12, num_attention_heads=4, head_transform='linear'),
+    'bert-c5': dict(head_transform='linear'),
+    'bert-i4': dict(hidden_size=1088, num_hidden_layers=8, num_attention_heads=8, intermediate_size=4352, hidden_act='gelu', head_transform='linear'),
     'hf-bert-base': dict(model_type='bert', num_hidden_layers=12, hidden_act='gelu', max_position_embeddings=512, position_embedding_type='learned'),
     'hf-bert-tiny': dict(model_type='bert', hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512, hidden_act='gelu',
                          max_position_embeddings=512, position_embedding_type='learned'),
@@ -239,12 +247,13 @@ RECIPES = {
     'modern': dict(budget='24', arch='modern', data='fineweb-edu', train='modern', eval='GLUE_sane', impl='torch-default'),
 }
 
-# %% ../nbs/00_recipe.ipynb #a0c29282
+# %% ../nbs/00_recipe.ipynb #3a781bd5
 def preset(
     group:str,      # 'arch', 'data', 'train', 'eval' or 'impl'
-    name:str,       # one of PRESETS[group]
+    name:str,       # one of PRESETS[group]; the original's prefix v1/ may stand before it
 ):                  # an Arch, Data, Train, Eval or Impl
     "Build one part of a recipe by name. Raises CramError for a name that is not there."
+    name = name.removeprefix('v1/')
     if name not in PRESETS[group]:
         raise CramError(f"{group}={name} is not a preset: choose from {', '.join(PRESETS[group])}.{nearest(name, PRESETS[group])}")
     return GROUPS[group](**PRESETS[group][name])

@@ -65,8 +65,12 @@ def test_classifier_equals_the_original():
     for name, norm in facts["grad_norms"].items(): assert model.get_parameter(ours(name)).grad.norm().item() == pytest.approx(norm, rel=1e-3), name
 
 
-@pytest.mark.parametrize("name, parameters", {"crammed-bert": 119_589_889, "crammed-bert-simple": 110_945_024, "crammed-large-izsak": 337_081_344, "crammed-bamboo": 83_437_057,
-                                              "hf-bert-base": 111_241_472, "hf-bert-tiny": 4_706_432, "bert-original": 111_239_936}.items())
+COUNTS = {"crammed-bert": 119_589_889, "crammed-bert-simple": 110_945_024, "crammed-large-izsak": 337_081_344, "v1/crammed-bamboo": 83_437_057, "hf-bert-base": 111_241_472,
+          "hf-bert-tiny": 4_706_432, "v1/bert-original": 111_239_936, "v1/bert-base": 110_945_024, "v1/bert-c2": 110_846_721, "v1/bert-c3": 110_812_417, "v1/bert-c4": 96_574_465,
+          "v1/bert-c5": 120_179_713, "v1/bert-i4": 150_513_921}
+
+
+@pytest.mark.parametrize("name, parameters", COUNTS.items())
 def test_parameter_counts_of_the_original(name, parameters):
     with torch.device("meta"): assert count_parameters(build_model(preset("arch", name), 32_768)) == parameters
 
