@@ -127,7 +127,7 @@ def heldout_batches(
     return [mask_tokens(part, mlm_probability=mlm_probability, mask_token_id=corpus.tokenizer.mask_token_id, vocab_size=recipe.data.vocab_size,
                         generator=microbatch_generator(0, i)) for i, part in enumerate(rows.split(64))]
 
-# %% ../nbs/23_cram.ipynb #ccdd2b09
+# %% ../nbs/23_cram.ipynb #fb3f81a3
 def make_trainer(
     recipe:Recipe,          # the run
     corpus:Corpus,          # its text
@@ -141,9 +141,9 @@ def make_trainer(
         torch.use_deterministic_algorithms(True)
     if device.type == 'cuda': torch.set_float32_matmul_precision('high')
     precision = pick_precision(i, device)
-    check_attention(i.attn_implementation, device.type, str(precision).removeprefix('torch.'))
+    check_attention(i.attn_implementation, device.type, str(precision).removeprefix('torch.'), recipe.arch.attention_probs_dropout_prob*recipe.train.dropout)
     torch.manual_seed(recipe.seed)
-    model = build_model(recipe.arch, recipe.data.vocab_size, corpus.tokenizer.pad_token_id, i.attn_implementation).to(device)
+    model = build_model(recipe.arch, recipe.data.vocab_size, corpus.tokenizer.pad_token_id, i.attn_implementation, i.loss_chunk_size).to(device)
     batches = masked_rows(corpus, recipe, device)
     size = auto_microbatch(recipe, model, batches, device) if i.microbatch_size == 'auto' else int(i.microbatch_size)
     train = dataclasses.replace(recipe.train, batch_size=min(recipe.train.batch_size, 2*size)) if recipe.dryrun else recipe.train
@@ -415,7 +415,7 @@ def dry_eval(recipe, corpus, checkpoint, bars, say):
         trials, _ = run_eval(dataclasses.replace(recipe, eval=ev), corpus, checkpoint, Path(scratch), bars)
     say(f"Dry run: two updates for each of {', '.join(t.task for t in trials)}. Nothing was kept.")
 
-# %% ../nbs/23_cram.ipynb #1ca9eb6a
+# %% ../nbs/23_cram.ipynb #534a4fe5
 def check_tasks(recipe:Recipe):
     "Look at what the last stage needs before the first one starts: nobody wants to learn of a missing folder after a day."
     for name in task_names(recipe.eval.tasks):
@@ -430,7 +430,8 @@ def check_start(recipe:Recipe):
     check_tasks(recipe)
     lr_factor(recipe.train.scheduler, 0.0)
     device = pick_device(recipe.impl)
-    check_attention(recipe.impl.attn_implementation, device.type, str(pick_precision(recipe.impl, device)).removeprefix('torch.'))
+    precision = str(pick_precision(recipe.impl, device)).removeprefix('torch.')
+    check_attention(recipe.impl.attn_implementation, device.type, precision, recipe.arch.attention_probs_dropout_prob*recipe.train.dropout)
 
 # %% ../nbs/23_cram.ipynb #48b2ec3f
 def cram_verb(recipe:Recipe, bars:Bars, say:Callable=print):

@@ -146,7 +146,7 @@ class Eval:
     classifier_pooling:str = one_of('first', 'mean', 'max', 'mean-with-padding')  # overrides arch
     max_train_examples:int = 0             # cut the training set (0: all)
 
-# %% ../nbs/00_recipe.ipynb #e95f087c
+# %% ../nbs/00_recipe.ipynb #15106239
 @dataclass
 class Impl:
     "How it is computed: nothing here should change what is learnt."
@@ -158,6 +158,7 @@ class Impl:
     deterministic:bool = False             # insist on reproducible kernels
     threads:int = 0                        # CPU threads (0: all)
     attn_implementation:str = one_of('sdpa', 'eager', 'flash_attention_2', 'flex_attention')  # transformers' attention interface
+    loss_chunk_size:int = 0                # rows of logits held at once (0: all): less memory, some work done twice
     save_every:float = 5.0                 # minutes between checkpoints
     keep_checkpoints:int = 2               # how many are kept
 
@@ -332,7 +333,7 @@ def _check_numbers(values):
         allowed = _field(k).metadata.get('allowed')
         if allowed and v not in allowed: raise CramError(f"{k}={v} is not supported: choose from {', '.join(allowed)}.{nearest(str(v), allowed)}")
 
-# %% ../nbs/00_recipe.ipynb #e775c1df
+# %% ../nbs/00_recipe.ipynb #a48610ed
 def check(
     recipe:Recipe,  # any recipe
 )->Recipe:          # the same
@@ -350,6 +351,8 @@ def check(
         raise CramError(f"arch.intermediate_size={a.intermediate_size} must be even: {a.hidden_act} splits it in two halves.")
     if a.position_embedding_type not in ('rotary', 'none') and d.seq_length > a.max_position_embeddings:
         raise CramError(f"data.seq_length={d.seq_length} is longer than arch.max_position_embeddings={a.max_position_embeddings}.")
+    if i.loss_chunk_size and a.model_type == 'bert':
+        raise CramError(f"impl.loss_chunk_size={i.loss_chunk_size} needs arch.model_type=crammed_bert: transformers' BERT holds all logits.")
     if i.microbatch_size != 'auto':
         if not i.microbatch_size.isdigit() or int(i.microbatch_size) < 1:
             raise CramError(f"impl.microbatch_size={i.microbatch_size} is not possible: give a whole number of sequences, or auto.")
