@@ -1,6 +1,6 @@
 """Positions, norms, gates and a stream that every layer adds to: the encoder of crammed-BERT
 
-The encoder of crammed-BERT as a transformers model: configuration, embeddings with five kinds of positions, norms, gated MLP, and layers that add to a residual stream. Every architectural choice is a named switch of `CrammedBertConfig`, and a value that is not supported is refused with the nearest valid one. `CrammedBertModel` maps token ids to one vector a token; fresh weights follow one of four schemes, and with `zero_init_residual` the fresh model is the identity.
+The encoder of crammed-BERT as a transformers model: configuration, embeddings with five kinds of positions, norms, gated MLP, and layers that add to a residual stream. Every architectural choice is a named switch of `CrammedBertConfig`, and a value that is not supported is refused with the nearest valid one. `CrammedBertModel` maps token ids to one vector a token; documents of one row can be kept apart, fresh weights follow one of six schemes, and with `zero_init_residual` the fresh model is the identity.
 
 Docs: https://cramnb.github.io/cramnb/encoder.html.md"""
 
@@ -150,7 +150,7 @@ class Layer(GradientCheckpointingLayer):
         x = self.add(x, self.attention_out_norm(self.attention(self.attention_norm(x), attention_mask, rotary, **kwargs)[0]))
         return self.add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x))))
 
-# %% ../nbs/06_encoder.ipynb #86f57c28
+# %% ../nbs/06_encoder.ipynb #516a26ff
 def initial_std(
     config:CrammedBertConfig,  # reads init, initializer_range, hidden_size, num_hidden_layers
 )->float:                      # standard deviation of fresh matrices
@@ -158,6 +158,7 @@ def initial_std(
     D, L = config.hidden_size, config.num_hidden_layers
     return dict(normal=config.initializer_range, small=math.sqrt(2/(5*D)), megatron=math.sqrt(1/(3*D)), wang=2/(L*math.sqrt(D)), deepnorm=(8*L)**-0.25)[config.init]
 
+# %% ../nbs/06_encoder.ipynb #339ed9d7
 def draw(
     weight:Tensor,             # (out, in), filled in place
     config:CrammedBertConfig,  # reads init and what `initial_std` reads

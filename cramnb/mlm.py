@@ -1,6 +1,6 @@
 """A decoder that looks only where it is asked, and the model classes
 
-The masked language model: an encoder, a head that may be nothing, and a decoder tied to the word embeddings that runs only at the asked positions.
+The masked language model: an encoder, a head that may be nothing, and a decoder tied to the word embeddings that runs only at the asked positions, a few rows at a time where memory is short.
 Classifiers for texts and tokens share the encoder; pooling ignores padding unless asked to repeat the original's average.
 All classes load and save with transformers; `build_model`, `count_parameters` and `flops_per_token` turn a recipe into a model and its cost.
 
