@@ -374,7 +374,7 @@ def dry_eval(recipe, corpus, checkpoint, bars, say):
         trials, _ = run_eval(dataclasses.replace(recipe, eval=ev), corpus, checkpoint, Path(scratch), bars)
     say(f"Dry run: two updates for each of {', '.join(t.task for t in trials)}. Nothing was kept.")
 
-# %% ../nbs/23_cram.ipynb #f6b77661
+# %% ../nbs/23_cram.ipynb #b0fd7bd5
 def check_tasks(recipe:Recipe):
     "Look at what the last stage needs before the first one starts: nobody wants to learn of a missing folder after a day."
     for name in task_names(recipe.eval.tasks):
@@ -385,9 +385,9 @@ def check_tasks(recipe:Recipe):
 
 def check_start(recipe:Recipe):
     "The same for training: folder, device, attention, schedule."
+    check_trackers(recipe)
     if not recipe.dryrun: check_folder(recipe)
     check_tasks(recipe)
-    check_trackers(recipe)
     lr_factor(recipe.train.scheduler, 0.0)
     device = pick_device(recipe.impl)
     check_attention(recipe.impl.attn_implementation, device.type, str(pick_precision(recipe.impl, device)).removeprefix('torch.'))

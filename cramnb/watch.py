@@ -165,7 +165,7 @@ class Meter:
         return row | dict(tflops=tflops, peak_share=tflops/self.peak if self.peak else None, memory_gb=memory_gb(self.device),
                           energy_kwh=None if joules is None else self.before + joules/3.6e6, seconds_left=seconds_left(row, train, budget))
 
-# %% ../nbs/18_watch.ipynb #f26e0fb7
+# %% ../nbs/18_watch.ipynb #641ddd1d
 def check_trackers(
     recipe:Recipe,          # reads wandb.enabled, impl.tensorboard
 ):
@@ -188,7 +188,7 @@ class TensorBoard:
     def close(self, summary:dict): self.writer.close()
 
 class WeightsAndBiases:
-    "One W&B run for one run of ours, whatever is killed: its id, and the last step it was told, are kept in tracking.json."
+    "One W&B run for one run of ours, whatever is killed: tracking.json keeps its id and the last step it was told. What W&B had not written when a machine died stays only in metrics.jsonl."
     def __init__(self, recipe:Recipe, folder:Path, seen:int):
         import wandb
         w, path = recipe.wandb, folder/'tracking.json'
@@ -198,6 +198,7 @@ class WeightsAndBiases:
         try: self.run = wandb.init(project=w.project or None, entity=w.entity if w.entity not in ('', 'null') else None, name=recipe.name, id=kept['wandb_id'], resume='allow', tags=w.tags or None,
                               mode=None if w.mode == 'auto' else w.mode, dir=str(folder), config=to_dict(recipe), settings=wandb.Settings(silent=True, console='off', login_timeout=30))
         except wandb.errors.UsageError as e: raise CramError(f"Weights & Biases refuses ({' '.join(str(e).split())[:150]}): `wandb login` once, or wandb.mode=offline.") from None
+        if self.run.resumed: self.told = self.run.step - 1      # online, the server knows best
         self.where = self.run.url or Path(self.run.dir).parent
 
     def write(self, update:int, values:dict[str,float]):
@@ -459,7 +460,7 @@ def list_runs(
         except Exception as e: runs.append(dict(name=folder.name, state=f'damaged ({type(e).__name__})', loss=None, heldout=None, score=None, tokens=None, device=None, touched=0.0))
     return sorted(runs, key=lambda r: r['touched'])
 
-# %% ../nbs/18_watch.ipynb #979a43e6
+# %% ../nbs/18_watch.ipynb #dc718289
 def runs_table(
     runs:list[dict],        # from `list_runs`
 )->str:                     # a table, aligned for a terminal, that is Markdown too
@@ -485,8 +486,8 @@ def save_plot(
         if n not in there: raise CramError(f"{n!r} is not a run with a log in {base}: " + (f"choose from {', '.join(there)}." if there else "there is none.") + nearest(n, there))
     path = Path(out).expanduser() if out else base/'plot.svg'
     if path.suffix not in ('.svg', '.png', '.pdf'): raise CramError(f"out={out}: give a name that ends in .svg, .png or .pdf.")
-    if not path.parent.is_dir(): raise CramError(f"out={out}: there is no folder {path.parent}.")
     logs = {n: rows for n in names or there if (rows := read_log(base/n/'metrics.jsonl'))}
     if not logs: raise CramError(f"{base} holds no run with a log: `cramnb pretrain` makes one.")
+    if not path.parent.is_dir(): raise CramError(f"out={out}: there is no folder {path.parent}.")
     plot_runs(logs, x).savefig(path)
     return path, logs
