@@ -366,6 +366,8 @@ def test_sick_runs_are_told_from_healthy_ones():
     assert "diverges" in diagnose(rows(lambda u: healthy(u) if u < 190 else float("nan")))[0]
     assert "not moved" in diagnose(rows(lambda u: 7.0 + 0.01*math.sin(u)))[0]
     assert "tokens a second" in diagnose(rows(healthy, lambda u: 1000.0 if u < 170 else 300.0))[0]
+    assert "came back" in diagnose(rows(lambda u: healthy(u) + (3.0 if 60 < u < 90 else 0)))[0]
+    assert "diverges" in diagnose(rows(lambda u: 5.0 + 40*min(1, u/20)))[0], "it never was better than at the start"
     assert "3 updates were left out" in diagnose(rows(healthy, skipped=3))[0]
 
 
