@@ -361,7 +361,7 @@ class Bars:
         elif self.stage and self.last[1] and self.said[1] < 1: self.line(end=True)
         self.bar = self.stage = None
 
-# %% ../nbs/18_watch.ipynb #5a5257a9
+# %% ../nbs/18_watch.ipynb #150e6c21
 class LiveChart:
     "A `progress` for notebooks: the loss as a growing chart, and a still picture of it when the `with` block ends."
     def __init__(self, every:float=2.0, live:bool|None=None, clock:Callable=time.monotonic):
@@ -401,7 +401,7 @@ class LiveChart:
     def png(self)->bytes:
         "The picture as a file."
         import io
-        self.figure().savefig(out := io.BytesIO(), dpi=80)
+        self.figure().savefig(out := io.BytesIO(), dpi=100)
         return out.getvalue()
 
     def __exit__(self, *_):
