@@ -490,7 +490,7 @@ def runs_table(
     rule = '|' + '|'.join('-'*(w+1) + ':' if i in right else '-'*(w+2) for i, w in enumerate(wide)) + '|'
     return '\n'.join([line(cells[0]), rule, *map(line, cells[1:])])
 
-# %% ../nbs/18_watch.ipynb #72e95914
+# %% ../nbs/18_watch.ipynb #2cda3195
 def save_plot(
     base_dir:str|Path,      # folder of runs
     names:list[str],        # of runs; empty: all that have a log
@@ -504,7 +504,8 @@ def save_plot(
         if n not in there: raise CramError(f"{n!r} is not a run with a log in {base}: " + (f"choose from {', '.join(there)}." if there else "there is none.") + nearest(n, there))
     path = Path(out).expanduser() if out else base/'plot.svg'
     if path.suffix not in ('.svg', '.png', '.pdf'): raise CramError(f"out={out}: give a name that ends in .svg, .png or .pdf.")
-    logs = {n: rows for n in names or there if (rows := read_log(base/n/'metrics.jsonl'))}
+    whole = lambda row: {'loss', 'elapsed', 'tokens', 'tokens_per_second'} <= row.keys()
+    logs = {n: rows for n in names or there if (rows := [r for r in read_log(base/n/'metrics.jsonl') if whole(r)])}
     if not logs: raise CramError(f"{base} holds no run with a log: `cramnb pretrain` makes one.")
     if not path.parent.is_dir(): raise CramError(f"out={out}: there is no folder {path.parent}.")
     plot_runs(logs, x).savefig(path)
