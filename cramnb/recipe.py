@@ -124,18 +124,24 @@ class Train:
     eval_rows:int = 512                    # rows of the held-out measurement
     max_skipped:int = 50                   # non-finite updates in a row before the run stops
 
-# %% ../nbs/00_recipe.ipynb #15c62d3f
+# %% ../nbs/00_recipe.ipynb #0c0f7eb2
 @dataclass
 class Eval:
     "Fine-tuning. The defaults are GLUE_sane of the original (paper section 5)."
     tasks:str = 'cola,mnli,mrpc,qnli,qqp,rte,sst2,stsb'  # names separated by commas
-    checkpoint:str = 'latest'              # latest, a folder, or untrained
-    glue_dir:str = ''                      # folder with one folder a task; empty: the hub
+    checkpoint:str = 'latest'              # latest, best, untrained, a run, a folder, or hf://NAME; a name ending in -untrained keeps fresh weights
+    glue_dir:str = ''                      # folder with one folder a task, JSON lines or GLUE's own TSV files; empty: the hub
+    files:str = ''                         # your own table instead of tasks: training file, or training and evaluation file with a comma between
+    metric:str = ''                        # what counts for eval.files: accuracy, f1, macro_f1, matthews, pearson, spearman
+    text_columns:str = ''                  # columns of eval.files to read (empty: all text)
+    label_column:str = 'label'             # column of eval.files to answer
     trials:int = 1                         # fine-tune with so many seeds and report the median
     lr:float = 4e-5                        # peak learning rate
     batch_size:int = 16                    # examples per update
     epochs:int = 5                         # passes over the training set; the rules allow at most 5
     warmup:float = 0.1                     # share of each task's own steps
+    warmup_leak:bool = False               # the original's bug: every task warms up for as many updates as the first one
+    sweep_lr:list[float] = field(default_factory=list)  # try each of these rates and keep each task's best: what papers that sweep do
     scheduler:str = 'budget-cosine-decay'  # shape of the learning rate
     weight_decay:float = 0.0               # decoupled
     betas:list[float] = field(default_factory=lambda: [0.9, 0.98])  # of AdamW
@@ -144,6 +150,9 @@ class Eval:
     pair_template:bool = True              # encode single sentences as a pair with an empty second part, as the original does
     classifier_pooling:str = one_of('first', 'mean', 'max', 'mean-with-padding')  # overrides arch
     max_train_examples:int = 0             # cut the training set (0: all)
+    token_types:bool = True                # tell first and second text apart for models that can; the original never does
+    start_at_mean:bool = True              # a regression head begins at the mean label; the original begins at 0
+    save_models:bool = False               # keep each fine-tuned model beside its score
 
 # %% ../nbs/00_recipe.ipynb #e95f087c
 @dataclass
@@ -224,10 +233,12 @@ PRESETS['train'] = {
     'bert-original': dict(_bert_o, optimizer='adam', lr=1e-4, betas=[0.9, 0.999], eps=1e-8, batch_size=512, scheduler='budget-polynomial', warmup=0.01, dropout=True),
 }
 
-# %% ../nbs/00_recipe.ipynb #64b95472
+# %% ../nbs/00_recipe.ipynb #48bae879
 PRESETS['eval'] = {
     'GLUE_sane': {},
     'GLUE': dict(lr=2e-5, weight_decay=0.1, batch_size=32, epochs=10, warmup=0.06, scheduler='budget-linear', classifier_pooling='mean'),
+    'bert-sweep': dict(lr=5e-5, sweep_lr=[5e-5, 4e-5, 3e-5, 2e-5], batch_size=32, epochs=3, scheduler='budget-linear', weight_decay=0.01, betas=[0.9, 0.999], eps=1e-8),
+    'superGLUE': dict(tasks='boolq,cb,rte,wic', lr=1e-5, epochs=10),
     'local': dict(tasks='acceptability,order,similarity', lr=1e-3, classifier_pooling='mean', epochs=5, batch_size=32),
 }
 PRESETS['impl'] = {'torch-default': {}}
