@@ -1,6 +1,6 @@
 """One set of hyper-parameters, five epochs at most, several seeds, and the median
 
-Fine-tune a checkpoint on tasks of GLUE's shapes and report the median over seeds. `run_trial` is one fine-tuning, `evaluate_checkpoint` runs all that are missing and keeps each in a file, `summarise` and `mean_score` make numbers of them, and `score_table` prints them beside a blind answer. One set of hyper-parameters serves all tasks, five epochs at most, and the last epoch counts.
+Fine-tune a checkpoint on GLUE, SuperGLUE, held-out text or your own table, and report the median over seeds. `run_trial` is one fine-tuning, `evaluate_checkpoint` runs all that are missing and keeps each in a file, `summarise` and `mean_score` make numbers of them, and `score_table` prints them beside a blind answer. One set of hyper-parameters serves all tasks, five epochs at most, and the last epoch counts.
 
 Docs: https://cramnb.github.io/cramnb/finetune.html.md"""
 

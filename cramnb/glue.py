@@ -1,6 +1,6 @@
 """The GLUE tasks, their numbers, and a suite made from your own text
 
-The GLUE tasks, their numbers, and a suite made from your own text. `TASKS` says what each task asks and which metric counts, `score` and `GlueMetric` compute it without a download, and `load_task` reads rows from a folder, the hub or held-out text. `baseline` says what an answer that never reads would score.
+The GLUE tasks, their numbers, three of SuperGLUE, a suite made from your own text, and tables of your own. `TASKS` says what each task asks and which metric counts, `score` and `GlueMetric` compute it without a download, and `load_tasks` reads rows from folders (JSON lines or GLUE's own tables), the hub, held-out text, or a CSV file. `baseline` says what an answer that never reads would score.
 
 Docs: https://cramnb.github.io/cramnb/glue.html.md"""
 
