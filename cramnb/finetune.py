@@ -8,9 +8,9 @@ Docs: https://cramnb.github.io/cramnb/finetune.html.md"""
 
 # %% auto #0
 __all__ = ['SUBMISSION', 'encode_task', 'collate', 'token_types', 'similar_lengths', 'quiet', 'load_classifier', 'load_tokenizer',
-           'inputs', 'predict', 'train_classifier', 'updates_of', 'start_at_mean', 'Trial', 'run_trial', 'encode_texts',
-           'encode_words', 'predict_words', 'measure', 'labels_of', 'Score', 'summarise', 'mean_score', 'within_rules',
-           'evaluate_checkpoint', 'settings', 'leak', 'write_predictions', 'score_table', 'plot_scores']
+           'inputs', 'predict', 'train_classifier', 'updates_of', 'start_at_mean', 'Trial', 'run_trial', 'check_length',
+           'encode_texts', 'encode_words', 'predict_words', 'measure', 'labels_of', 'Score', 'summarise', 'mean_score',
+           'within_rules', 'evaluate_checkpoint', 'settings', 'leak', 'write_predictions', 'score_table', 'plot_scores']
 
 # %% ../nbs/15_finetune.ipynb #5867af0a
 import json, math, os, shutil, statistics
@@ -212,7 +212,7 @@ class Trial:
     target:str=''           # the metric that counts; empty: that of TASKS
     setting:str=''          # which of several settings, where the protocol tries more than one
 
-# %% ../nbs/15_finetune.ipynb #73dda1a1
+# %% ../nbs/15_finetune.ipynb #dd0befac
 def run_trial(
     checkpoint:str|Path,    # Hugging Face folder or hub name
     task:Task,              # what is asked
@@ -227,6 +227,7 @@ def run_trial(
     tokenizer = load_tokenizer(checkpoint)
     torch.manual_seed(seed)
     model = load_classifier(checkpoint, task.num_labels, ev, AutoModelForTokenClassification if task.per_token else AutoModelForSequenceClassification).to(device)
+    check_length(checkpoint, model.config, ev)
     if task.labels: model.config.id2label, model.config.label2id = dict(enumerate(task.labels)), {n: i for i, n in enumerate(task.labels)}
     read = encode_words if task.per_token else encode_texts
     ids, labels = read(tokenizer, splits['train'][:ev.max_train_examples or None], task, ev)
@@ -239,6 +240,13 @@ def run_trial(
         if not split.startswith('test'): metrics |= measure(task, answers[split], labels, split)
     if keep: _save(model, tokenizer, keep)
     return Trial(task.name, seed, metrics, baseline(task, _asked(labels_of(splits['dev']))), loss, target=task.target, remark=_remark(task, answers)), answers
+
+# %% ../nbs/15_finetune.ipynb #cc5a0e4e
+def check_length(checkpoint:str|Path, config, ev:Eval):
+    "Refuse texts longer than a table of positions before the first batch does. Raises CramError."
+    rows = getattr(config, 'max_position_embeddings', None)
+    if getattr(config, 'position_embedding_type', 'absolute') in ('rotary', 'none') or rows is None or ev.max_seq_length <= rows: return
+    raise CramError(f"eval.max_seq_length={ev.max_seq_length} is longer than the position table of {checkpoint}, which has {rows} rows.")
 
 # %% ../nbs/15_finetune.ipynb #55d3f9a9
 def encode_texts(tokenizer, rows, task, ev)->tuple[list[list[int]],Tensor]:

@@ -334,7 +334,7 @@ def _check_numbers(values):
         allowed = _field(k).metadata.get('allowed')
         if allowed and v not in allowed: raise CramError(f"{k}={v} is not supported: choose from {', '.join(allowed)}.{nearest(str(v), allowed)}")
 
-# %% ../nbs/00_recipe.ipynb #e775c1df
+# %% ../nbs/00_recipe.ipynb #2597ee03
 def check(
     recipe:Recipe,  # any recipe
 )->Recipe:          # the same
@@ -345,6 +345,7 @@ def check(
         raise CramError(f"name={recipe.name} cannot name a folder: use letters, digits, '.', '_' and '-', and begin with a letter or digit.")
     for k, betas in (('train.betas', t.betas), ('eval.betas', recipe.eval.betas)):
         if len(betas) != 2 or not all(0 <= b < 1 for b in betas): raise CramError(f"{k}={betas} is not possible: it is two shares, from 0 up to but not including 1.")
+    if any(not lr > 0 for lr in recipe.eval.sweep_lr): raise CramError(f"eval.sweep_lr={recipe.eval.sweep_lr} is not possible: each rate must be more than zero.")
     if recipe.budget <= 0: raise CramError(f"budget={recipe.budget} is not possible: it must be more than zero.")
     if a.hidden_size % a.num_attention_heads:
         raise CramError(f"arch.num_attention_heads={a.num_attention_heads} does not divide arch.hidden_size={a.hidden_size}.")

@@ -248,6 +248,15 @@ def test_a_fine_tuned_model_may_be_fine_tuned_again_on_other_classes(checkpoint,
     assert load_classifier(tmp_path/"kept", 2, EV).config.id2label == {0: "entailment", 1: "not_entailment"}
 
 
+def test_texts_longer_than_the_position_table(bert):
+    with pytest.raises(CramError, match="max_seq_length=600 .* has 512 rows"): run_trial(bert, TASKS["rte"], dict(train=rows_of("rte", 4), dev=rows_of("rte", 4)), replace(EV, max_seq_length=600), 0)
+
+
+def test_bert_of_transformers_is_scored_like_ours(bert):
+    trial, answers = run_trial(bert, TASKS["rte"], dict(train=rows_of("rte", 16), dev=rows_of("rte", 8), test=rows_of("rte", 4)), replace(EV, epochs=1), 0)
+    assert set(trial.metrics) == {"accuracy"} and len(answers["test"]) == 4
+
+
 def test_folders_that_are_no_checkpoints(tmp_path):
     with pytest.raises(CramError, match="cannot be loaded|tokenizer"): run_trial(tmp_path, TASKS["rte"], dict(train=[], dev=[]), EV, 0)
 
