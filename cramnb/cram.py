@@ -9,11 +9,11 @@ Docs: https://cramnb.github.io/cramnb/cram.html.md"""
 # %% auto #0
 __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_folder', 'open_run', 'free_name', 'alone',
            'masked_rows', 'heldout_batches', 'make_trainer', 'auto_microbatch', 'Interruptible', 'pretrain', 'open_log',
-           'train_loop', 'finish', 'pretrain_table', 'write_report', 'data_verb', 'pretrain_verb', 'dry_run',
-           'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks', 'check_start', 'cram_verb', 'runs_verb',
-           'plot_verb', 'probe_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
+           'train_loop', 'finish', 'pretrain_table', 'write_report', 'wants_local', 'data_verb', 'pretrain_verb',
+           'dry_run', 'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks', 'check_start', 'cram_verb',
+           'runs_verb', 'plot_verb', 'probe_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
 
-# %% ../nbs/23_cram.ipynb #357c42aa
+# %% ../nbs/23_cram.ipynb #7bfdc6a7
 import dataclasses, hashlib, json, os, shlex, shutil, signal, sys, tempfile, threading, time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -26,8 +26,8 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from .attention import check_attention
 from .checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from .finetune import evaluate_checkpoint, mean_score, quiet, score_table, summarise
-from .glue import LOCAL, load_task, local_suite, task_names
+from .finetune import evaluate_checkpoint, load_tokenizer, mean_score, plot_scores, quiet, score_table, summarise, within_rules
+from .glue import LOCAL, load_tasks, local_suite, task_folder, task_names
 from .masking import Masked, mask_tokens, microbatch_generator
 from .mlm import build_model, count_parameters, flops_per_token
 from .packing import Corpus, data_card, prepare_corpus, write_json
@@ -241,7 +241,7 @@ def finish(recipe, corpus, folder, trainer, found)->dict:
     write_json(folder/'pretrain.json', summary)
     return summary
 
-# %% ../nbs/23_cram.ipynb #ad249c79
+# %% ../nbs/23_cram.ipynb #f354139e
 def _hardware(s):
     "What the machine did meanwhile, as far as it tells."
     parts = [form.format(s[k]) for k, form in dict(tflops='{:.3g} TFLOP/s', peak_share="{:.0%} of the card's peak", memory_gb='{:.1f} GB', energy_kwh='{:.3g} kWh').items() if s.get(k) is not None]
@@ -270,12 +270,12 @@ def write_report(
     summary, rows = json.loads((folder/'pretrain.json').read_text()), [json.loads(l) for l in (folder/'metrics.jsonl').read_text().splitlines()]
     plot_run(rows, summary).savefig(folder/'run.png', dpi=110)
     parts = [f'# Run {recipe.name}', pretrain_table(summary, recipe), '![Loss, learning rate and batch size against time](run.png)']
-    if trials: parts += [f'## Scores ({recipe.eval.tasks})', score_table(trials, recipe.eval)]
+    if trials: parts += [f'## Scores ({recipe.eval.files or recipe.eval.tasks})', score_table(trials, recipe.eval), '![All trials, task by task](glue.png)']
     parts += ['## Recipe', '\n'.join(['| choice | value |', '|---|---|', *(f'| {k} | {v} |' for k, v in flat(recipe).items())]), '## Data', data_card(corpus.card).replace('# ', '### ', 1)]
     (folder/'report.md').write_text('\n\n'.join(parts) + '\n', encoding='utf-8')
     return folder/'report.md'
 
-# %% ../nbs/23_cram.ipynb #93a65324
+# %% ../nbs/23_cram.ipynb #d998d64b
 def _corpus(recipe, bars, say):
     "Prepare or reuse the corpus, and say which."
     corpus, was_there = prepare_corpus(recipe.data, Path(recipe.impl.path).expanduser(), bars)
@@ -285,17 +285,31 @@ def _corpus(recipe, bars, say):
 
 def _suite(recipe, corpus):
     "The local tasks, when they are asked for."
-    return local_suite(corpus.heldout_documents()) if set(task_names(recipe.eval.tasks)) & set(LOCAL) else None
+    return local_suite(corpus.heldout_documents()) if wants_local(recipe) else None
+
+def wants_local(recipe)->bool:
+    "Does the evaluation ask for tasks made of the corpus?"
+    return not recipe.eval.files and bool(set(task_names(recipe.eval.tasks)) & set(LOCAL))
 
 def _checkpoint(recipe, folder):
-    "The Hugging Face folder that eval.checkpoint names."
-    if not folder.is_dir() and recipe.eval.checkpoint in ('latest', 'untrained'): raise CramError(f"There is no run {folder}.{nearest(folder.name, [p.parent.name for p in folder.parent.glob('*/pretrain.json')])}")
-    if recipe.eval.checkpoint in ('latest', 'untrained'):
-        if not (folder/'model').is_dir(): raise CramError(f"{folder} holds no trained model: run `cramnb pretrain name={recipe.name}` first, or name a folder with eval.checkpoint=FOLDER.")
-        return folder/'model'
-    path = Path(recipe.eval.checkpoint).expanduser()
-    if not (path/'config.json').exists(): raise CramError(f"eval.checkpoint={recipe.eval.checkpoint} is not a folder with a config.json: give latest, untrained, or a Hugging Face folder.")
-    return path
+    "The Hugging Face folder or hub name that eval.checkpoint means; a name ending in -untrained lends its architecture alone."
+    value, base = recipe.eval.checkpoint, Path(recipe.base_dir).expanduser()
+    if value.startswith('hf://'):
+        name = value.removeprefix('hf://').removesuffix('-untrained')
+        load_tokenizer(name)        # not there, or no network: said now
+        return name
+    if value in ('latest', 'untrained'): return _model(folder, recipe)
+    value = value.removesuffix('-untrained')
+    for path in (Path(value).expanduser(), base/value/'model'):
+        if (path/'config.json').exists(): return path
+    if (base/value).is_dir() and Path(value).name == value: return _model(base/value, recipe)
+    runs = [p.parent.name for p in base.glob('*/pretrain.json')]
+    raise CramError(f"eval.checkpoint={recipe.eval.checkpoint} is not a run and not a folder with a config.json: give latest, untrained, hf://NAME, a Hugging Face folder, or a run.{nearest(value, runs)}")
+
+def _model(folder, recipe):
+    if not folder.is_dir(): raise CramError(f"There is no run {folder}.{nearest(folder.name, [p.parent.name for p in folder.parent.glob('*/pretrain.json')])}")
+    if not (folder/'model').is_dir(): raise CramError(f"{folder} holds no trained model: run `cramnb pretrain name={folder.name}` first, or name a folder with eval.checkpoint=FOLDER.")
+    return folder/'model'
 
 # %% ../nbs/23_cram.ipynb #c43bf76d
 def data_verb(recipe:Recipe, bars:Bars, say:Callable=print):
@@ -330,7 +344,7 @@ def dry_run(recipe, corpus, bars, say):
     bars.close()
     say(f"Dry run: {summary['updates']} updates, {summary['parameters']:,} parameters, loss {summary['loss']:.2f}. Nothing was kept.")
 
-# %% ../nbs/23_cram.ipynb #20817b0b
+# %% ../nbs/23_cram.ipynb #4276a934
 def protocol_key(
     recipe:Recipe,          # reads eval
     checkpoint:Path,        # what is scored
@@ -347,13 +361,14 @@ def run_eval(recipe, corpus, checkpoint, folder, bars)->tuple[list,Path]:
     trials = evaluate_checkpoint(checkpoint, recipe.eval, where, _suite(recipe, corpus), recipe.seed, pick_device(recipe.impl), bars)
     bars.close()
     mean, harmonic = mean_score(summarise(trials))
-    scores = dict(protocol=dataclasses.asdict(recipe.eval), mean=mean, harmonic_mean=harmonic, scores=[dataclasses.asdict(s) for s in summarise(trials)])
+    scores = dict(checkpoint=str(checkpoint), protocol=dataclasses.asdict(recipe.eval), rules=within_rules(recipe.eval), mean=mean, harmonic_mean=harmonic, scores=[dataclasses.asdict(s) for s in summarise(trials)])
     for place in (where, folder) if recipe.eval.checkpoint == 'latest' else (where,):
         write_json(place/'glue.json', scores)
-        (place/'glue.md').write_text(score_table(trials, recipe.eval) + '\n', encoding='utf-8')
+        (place/'glue.md').write_text(score_table(trials, recipe.eval) + '\n\n![All trials, task by task](glue.png)\n', encoding='utf-8')
+        plot_scores(summarise(trials), f'run {recipe.name}').savefig(place/'glue.png', dpi=110)
     return trials, where
 
-# %% ../nbs/23_cram.ipynb #dcfe4e1d
+# %% ../nbs/23_cram.ipynb #a5bec8ca
 def eval_verb(recipe:Recipe, bars:Bars, say:Callable=print):
     "Fine-tune and score a trained model."
     check_tasks(recipe)
@@ -363,11 +378,11 @@ def eval_verb(recipe:Recipe, bars:Bars, say:Callable=print):
         before = read_recipe(folder)
         recipe = dataclasses.replace(recipe, arch=before.arch, data=before.data, train=before.train, budget=before.budget, seed=before.seed)
     own = recipe.eval.checkpoint == 'latest' and finished(folder)       # other weights must not sign this run's report
-    corpus = _corpus(recipe, bars, say) if own or set(task_names(recipe.eval.tasks)) & set(LOCAL) else None
+    corpus = _corpus(recipe, bars, say) if own or wants_local(recipe) else None
     if recipe.dryrun: return dry_eval(recipe, corpus, checkpoint, bars, say)
     trials, where = run_eval(recipe, corpus, checkpoint, folder, bars)
     if own: write_report(recipe, folder, corpus, trials)
-    say(f"\n{score_table(trials, recipe.eval)}\n\nScores: {where}")
+    say(f"\n{score_table(trials, recipe.eval)}\n\nScores, answers, picture: {where}")
 
 def dry_eval(recipe, corpus, checkpoint, bars, say):
     "Two updates a task in a temporary folder."
@@ -376,12 +391,12 @@ def dry_eval(recipe, corpus, checkpoint, bars, say):
         trials, _ = run_eval(dataclasses.replace(recipe, eval=ev), corpus, checkpoint, Path(scratch), bars)
     say(f"Dry run: two updates for each of {', '.join(t.task for t in trials)}. Nothing was kept.")
 
-# %% ../nbs/23_cram.ipynb #a4493bc5
+# %% ../nbs/23_cram.ipynb #22a27c47
 def check_tasks(recipe:Recipe):
     "Look at what the last stage needs before the first one starts: nobody wants to learn of a missing folder after a day."
-    for name in task_names(recipe.eval.tasks):
-        if name not in LOCAL and recipe.eval.glue_dir and not (Path(recipe.eval.glue_dir).expanduser()/name).is_dir():
-            raise CramError(f"eval.glue_dir={recipe.eval.glue_dir}: there is no folder {name} in it.")
+    if recipe.eval.files: load_tasks(recipe.eval)
+    for name in task_names(recipe.eval.tasks) if not recipe.eval.files else ():
+        if name not in LOCAL and recipe.eval.glue_dir: task_folder(name, recipe.eval.glue_dir)
     lr_factor(recipe.eval.scheduler, 0.0)
     pick_device(recipe.impl)
 
@@ -395,14 +410,14 @@ def check_start(recipe:Recipe):
     precision = str(pick_precision(recipe.impl, device)).removeprefix('torch.')
     check_attention(recipe.impl.attn_implementation, device.type, precision, recipe.arch.attention_probs_dropout_prob*recipe.train.dropout)
 
-# %% ../nbs/23_cram.ipynb #48b2ec3f
+# %% ../nbs/23_cram.ipynb #d64415ce
 def cram_verb(recipe:Recipe, bars:Bars, say:Callable=print):
     "Raw text to score report."
     if recipe.eval.checkpoint != 'latest': raise CramError(f"eval.checkpoint={recipe.eval.checkpoint} is for `cramnb eval`; `cramnb cram` scores the model it trains.")
     check_start(recipe)
     corpus = _corpus(recipe, bars, say)
     suite = _suite(recipe, corpus)
-    for name in task_names(recipe.eval.tasks): load_task(name, recipe.eval.glue_dir, suite)     # now, not after a day
+    load_tasks(recipe.eval, suite)     # now, not after a day
     if recipe.dryrun: return dry_run(recipe, corpus, bars, say)
     folder = _train(recipe, corpus, bars, say)
     trials, _ = run_eval(recipe, corpus, _checkpoint(recipe, folder), folder, bars)

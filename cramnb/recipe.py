@@ -134,18 +134,24 @@ class Train:
     eval_rows:int = 512                    # rows of the held-out measurement
     max_skipped:int = 50                   # non-finite updates in a row before the run stops
 
-# %% ../nbs/00_recipe.ipynb #15c62d3f
+# %% ../nbs/00_recipe.ipynb #0c0f7eb2
 @dataclass
 class Eval:
     "Fine-tuning. The defaults are GLUE_sane of the original (paper section 5)."
     tasks:str = 'cola,mnli,mrpc,qnli,qqp,rte,sst2,stsb'  # names separated by commas
-    checkpoint:str = 'latest'              # latest, a folder, or untrained
-    glue_dir:str = ''                      # folder with one folder a task; empty: the hub
+    checkpoint:str = 'latest'              # latest, best, untrained, a run, a folder, or hf://NAME; a name ending in -untrained keeps fresh weights
+    glue_dir:str = ''                      # folder with one folder a task, JSON lines or GLUE's own TSV files; empty: the hub
+    files:str = ''                         # your own table instead of tasks: training file, or training and evaluation file with a comma between
+    metric:str = ''                        # what counts for eval.files: accuracy, f1, macro_f1, matthews, pearson, spearman
+    text_columns:str = ''                  # columns of eval.files to read (empty: all text)
+    label_column:str = 'label'             # column of eval.files to answer
     trials:int = 1                         # fine-tune with so many seeds and report the median
     lr:float = 4e-5                        # peak learning rate
     batch_size:int = 16                    # examples per update
     epochs:int = 5                         # passes over the training set; the rules allow at most 5
     warmup:float = 0.1                     # share of each task's own steps
+    warmup_leak:bool = False               # the original's bug: every task warms up for as many updates as the first one
+    sweep_lr:list[float] = field(default_factory=list)  # try each of these rates and keep each task's best: what papers that sweep do
     scheduler:str = 'budget-cosine-decay'  # shape of the learning rate
     weight_decay:float = 0.0               # decoupled
     betas:list[float] = field(default_factory=lambda: [0.9, 0.98])  # of AdamW
@@ -154,6 +160,9 @@ class Eval:
     pair_template:bool = True              # encode single sentences as a pair with an empty second part, as the original does
     classifier_pooling:str = one_of('first', 'mean', 'max', 'mean-with-padding')  # overrides arch
     max_train_examples:int = 0             # cut the training set (0: all)
+    token_types:bool = True                # tell first and second text apart for models that can; the original never does
+    start_at_mean:bool = True              # a regression head begins at the mean label; the original begins at 0
+    save_models:bool = False               # keep each fine-tuned model beside its score
 
 # %% ../nbs/00_recipe.ipynb #edbf9063
 @dataclass
@@ -266,10 +275,12 @@ PRESETS['train'] = {
     'bert-original': dict(_bert_o, optimizer='adam', lr=1e-4, betas=[0.9, 0.999], eps=1e-8, batch_size=512, scheduler='budget-polynomial', warmup=0.01, dropout=True),
 }
 
-# %% ../nbs/00_recipe.ipynb #6f8f7592
+# %% ../nbs/00_recipe.ipynb #811eaf85
 PRESETS['eval'] = {
     'GLUE_sane': {},
     'GLUE': dict(lr=2e-5, weight_decay=0.1, batch_size=32, epochs=10, warmup=0.06, scheduler='budget-linear', classifier_pooling='mean'),
+    'bert-sweep': dict(lr=5e-5, sweep_lr=[5e-5, 4e-5, 3e-5, 2e-5], batch_size=32, epochs=3, scheduler='budget-linear', weight_decay=0.01, betas=[0.9, 0.999], eps=1e-8),
+    'superGLUE': dict(tasks='boolq,cb,rte,wic', lr=1e-5, epochs=10),
     'local': dict(tasks='acceptability,order,similarity', lr=1e-3, classifier_pooling='mean', epochs=5, batch_size=32),
 }
 PRESETS['impl'] = {'torch-default': {}}
@@ -368,7 +379,7 @@ def _check_numbers(values):
         allowed = _field(k).metadata.get('allowed')
         if allowed and v not in allowed: raise CramError(f"{k}={v} is not supported: choose from {', '.join(allowed)}.{nearest(str(v), allowed)}")
 
-# %% ../nbs/00_recipe.ipynb #6e855d25
+# %% ../nbs/00_recipe.ipynb #57e81e4a
 def check(
     recipe:Recipe,  # any recipe
 )->Recipe:          # the same
@@ -381,6 +392,7 @@ def check(
         if len(betas) != 2 or not all(0 <= b < 1 for b in betas): raise CramError(f"{k}={betas} is not possible: it is two shares, from 0 up to but not including 1.")
     if (d.source == 'mix') != bool(d.mix): raise CramError(f"data.mix={d.mix or '(empty)'} belongs to data.source=mix, which is now {d.source}: give both, for example data.source=mix data.mix=wikipedia:2,files:1.")
     if d.concatenate < 1 or d.max_document_characters < 1: raise CramError("data.concatenate and data.max_document_characters must be at least 1.")
+    if any(not lr > 0 for lr in recipe.eval.sweep_lr): raise CramError(f"eval.sweep_lr={recipe.eval.sweep_lr} is not possible: each rate must be more than zero.")
     if recipe.budget <= 0: raise CramError(f"budget={recipe.budget} is not possible: it must be more than zero.")
     if a.hidden_size % a.num_attention_heads:
         raise CramError(f"arch.num_attention_heads={a.num_attention_heads} does not divide arch.hidden_size={a.hidden_size}.")
