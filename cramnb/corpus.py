@@ -200,7 +200,7 @@ def _want(wanted, names, path):
 
 READERS = dict(txt=_read_text, md=_read_text, jsonl=_read_json, json=_read_json, csv=_read_csv, tsv=_read_tsv, parquet=_read_parquet)
 
-# %% ../nbs/01_corpus.ipynb #abf26ab4
+# %% ../nbs/01_corpus.ipynb #a4138c14
 def _problem(record, key):
     "Why a record gives no text; '' where it does. An empty value is no text, and no damage."
     if isinstance(record, str): return record
@@ -220,7 +220,8 @@ def row_filter(
     def keep(record):
         for key in keys:
             if not isinstance(record, dict) or key not in record:
-                raise CramError(f"data.keep_rows={keep_rows}: a record has no {where!r}, only: {', '.join(map(str, record)) if isinstance(record, dict) else record!r}.")
+                there = ', '.join(map(str, record)) if isinstance(record, dict) else repr(record)
+                raise CramError(f"data.keep_rows={keep_rows}: a record has no {where!r}, only: {there}.")
             record = record[key]
         return str(record) in allowed
     return keys[0], keep
@@ -450,16 +451,17 @@ class Paragraphs:
         gone = {line for line, known in zip(lines, self.seen.known(self._keys(lines))) if known} if lines else ()
         return '\n'.join(line for line in text.split('\n') if line not in gone).strip() if gone else text
 
-# %% ../nbs/01_corpus.ipynb #08fa1753
+# %% ../nbs/01_corpus.ipynb #947acba2
 def shingles(
     text:str,           # a document
     size:int=5,         # words of a run
 )->np.ndarray:          # uint32, one number for each different run of words
     "The wording of a text as a set of numbers: all runs of five words, without case and punctuation."
-    words = np.array([zlib.crc32(w.encode('utf-8', 'replace')) for w in re.findall(r'\w+', text.lower())], np.uint64)
-    size, total = min(size, max(len(words), 1)), np.uint64(0)
-    for k in range(size): total = total*np.uint64(0x9e3779b97f4a7c15) + words[k:len(words)-size+1+k]
-    return np.unique((np.atleast_1d(total) >> np.uint64(32)).astype(np.uint32))
+    words = re.findall(r'\w+', text.lower()) or [text]
+    numbers = np.array([zlib.crc32(w.encode('utf-8', 'replace')) for w in words], np.uint64)
+    size, total = min(size, len(words)), np.uint64(0)
+    for k in range(size): total = total*np.uint64(0x9e3779b97f4a7c15) + numbers[k:len(words)-size+1+k]
+    return np.unique((total >> np.uint64(32)).astype(np.uint32))
 
 def signatures(
     texts:list[str],    # documents

@@ -11,7 +11,7 @@ __all__ = ['FORMAT', 'pack', 'narrow', 'write_rows', 'Rows', 'row_order', 'Corpu
            'store_folder', 'write_json', 'Shards', 'read_stage', 'Sample', 'clean_stage', 'token_stage', 'examples',
            'data_card', 'load_corpus', 'prepare_corpus']
 
-# %% ../nbs/03_packing.ipynb #48ca5f40
+# %% ../nbs/03_packing.ipynb #e371ba4e
 import hashlib, json, os, shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ import pyarrow as pa
 from filelock import FileLock
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from .corpus import deduplicate, documents, is_trash, source_version
+from .corpus import NearDuplicates, Paragraphs, Report, deduplicate, documents, dropped_examples, is_trash, measure, source_version
 from .recipe import CramError, Data
 from .tokenizer import SPECIAL_TOKENS, encode, train_tokenizer
 
@@ -172,7 +172,7 @@ class Shards:
     def __iter__(self)->Iterator[str]:
         for n in range(len(self)): yield from self[n]
 
-# %% ../nbs/03_packing.ipynb #f0d5d496
+# %% ../nbs/03_packing.ipynb #c2b93e70
 def read_stage(
     data:Data,          # the source and its limits
     folder:Path,        # of the build
@@ -182,8 +182,8 @@ def read_stage(
     "Read the source into shards of text."
     if (folder/'read.json').exists(): return json.loads((folder/'read.json').read_text())
     for part in ('text', 'held'): shutil.rmtree(folder/part, ignore_errors=True)
-    shards, held, part, size, count = Shards(folder/'text'), [], [], 0, dict(documents=0, characters=0, heldout_documents=0)
-    for text, heldout in documents(data):
+    shards, held, part, size, count, report = Shards(folder/'text'), [], [], 0, dict(documents=0, characters=0, heldout_documents=0), Report()
+    for text, heldout in documents(data, report):
         count['documents'] += 1; count['characters'] += len(text); count['heldout_documents'] += heldout
         (held if heldout else part).append(text)
         size += 0 if heldout else len(text)
@@ -192,6 +192,7 @@ def read_stage(
     if part: shards.write(len(shards), part)
     if not len(shards): raise CramError(f"The source {data.source!r} holds no text to train on ({count['documents']} documents were read).")
     Shards(folder/'held').write(0, held)
+    count['reading'] = report.as_dict()
     write_json(folder/'read.json', count)
     return count
 
@@ -208,26 +209,35 @@ class Sample:
                 if size > self.limit/len(self.shards): break
                 size += len(text); yield text
 
-# %% ../nbs/03_packing.ipynb #1948bb46
+# %% ../nbs/03_packing.ipynb #adc56835
 def _cut_repeats(data, folder, progress):
-    "Shard by shard, cut what stood before; from the held-out text, cut what the training text holds too."
+    "Shard by shard, drop and cut what stood before, in this shard or an earlier one; from the held-out text, what the training text holds too."
     raw, unique, held = (Shards(folder/s) for s in ('text', 'unique', 'held'))
-    for n in range(len(unique), len(raw)):
-        texts, rest = raw[n], held[n]
-        if data.deduplicate:
-            mended = deduplicate(texts + rest, data.deduplication_threshold)
-            texts, rest = mended[:len(texts)], mended[len(texts):]
-        held.write(n+1, rest)
-        unique.write(n, [t for t in texts if t])
-        progress('cutting repeats', n+1, len(raw))
+    megabytes = min(256, 4*len(raw))      # enough for ten million documents; then strangers begin to look familiar
+    near, look = (NearDuplicates(data.near_duplicates, megabytes) if data.near_duplicates else None), Paragraphs(data.deduplication_threshold, megabytes)
+    for n in range(len(raw)):
+        texts = _fresh(raw[n], near)
+        if n >= len(unique):      # not finished before an interruption
+            rest = [t for t, known in zip(held[n], near.known(held[n])) if not known] if near else held[n]
+            if data.deduplicate:
+                mended = deduplicate(texts + rest, data.deduplication_threshold)
+                texts, rest = look.cut(mended[:len(texts)]), mended[len(texts):]
+            held.write(n+1, rest)
+            unique.write(n, [t for t in texts if t])
+            progress('cutting repeats', n+1, len(raw))
+        if data.deduplicate and n+1 < len(raw): look.add(unique[n])
     return unique, [t for t in held[len(raw)] if t]
+
+def _fresh(texts, near):
+    "The documents that no earlier one resembles."
+    return [t for t, again in zip(texts, near.add(texts)) if not again] if near else texts
 
 def _dense_enough(texts, judge, cutoff):
     "The texts that the judge can compress."
     trash = is_trash([len(i) for i in encode(judge, texts)], [len(t) for t in texts], cutoff)
     return [t for t, bad in zip(texts, trash) if not bad]
 
-# %% ../nbs/03_packing.ipynb #560a2d5f
+# %% ../nbs/03_packing.ipynb #a57fee1c
 def clean_stage(
     data:Data,          # reads deduplicate, deduplication_threshold, trash_cutoff
     folder:Path,        # of the build
@@ -242,8 +252,13 @@ def clean_stage(
         clean.write(n, keep(unique[n]))
         progress('filtering', n+1, len(unique))
     if not done.exists(): write_json(done, keep(held))
-    count = lambda shards: dict(documents=sum(len(shards[n]) for n in range(len(shards))), characters=sum(map(len, shards)))
-    return dict(unique=count(unique), clean=count(clean))
+    raw = Shards(folder/'text')[0]
+    return dict(unique=_measure(unique), clean=_measure(clean), dropped=dropped_examples(data, raw, unique[0], clean[0]))
+
+def _measure(shards):
+    "Documents, characters and bytes of all shards, one shard in memory at a time."
+    sizes = [measure(shards[n]) for n in range(len(shards))]
+    return {k: sum(s[k] for s in sizes) for k in sizes[0]}
 
 # %% ../nbs/03_packing.ipynb #cb80033f
 def token_stage(
@@ -286,7 +301,7 @@ def _save_order(data, folder, tokenizer):
         order = np.argsort(-keys, kind='stable')
     np.save(folder/'order.npy', order)
 
-# %% ../nbs/03_packing.ipynb #7062677f
+# %% ../nbs/03_packing.ipynb #97953ac0
 def examples(
     folder:Path,        # of a corpus
     n:int=3,            # rows
@@ -305,7 +320,10 @@ def data_card(
     lines = [f"# Corpus {d['source']}", '', '| step | documents | characters |', '|---|---:|---:|', *(f"| {s} | {n:,} | {m:,} |" for s, n, m in steps), '',
              f"{c['heldout_documents']:,} documents are held out. {c['tokens']:,} training tokens make {c['rows']:,} rows of {d['seq_length']}; {c['tokens_left']} tokens at the end fill no row.",
              f"{c['clean']['characters']/c['tokens']:.2f} characters a token, vocabulary {d['tokenizer']} with {d['vocab_size']:,} entries.", '', 'Examples:', '']
-    return '\n'.join(lines + [f"> {e[:300]}\n" for e in card['examples']])
+    met, took = c.get('reading', dict(counts={}, sources={})), c.get('dropped', {})
+    notes = [f"- {kind.replace('_', ' ')}: {n:,}" for kind, n in met['counts'].items()] + [f"- source {s}: {v['documents']:,} documents, {v['characters']:,} characters" for s, v in met['sources'].items()]
+    gone = [line for step, texts in took.items() if texts for line in ('', f"Dropped by {step}:", '', *(f"> {' '.join(t.split())}\n" for t in texts))]
+    return '\n'.join(lines + [f"> {e[:300]}\n" for e in card['examples']] + ['Met while reading:', '', *notes] + gone) + '\n'
 
 # %% ../nbs/03_packing.ipynb #677deb05
 def load_corpus(
