@@ -398,3 +398,43 @@ def test_examples_show_what_each_step_took():
     took = dropped_examples(data, raw, unique, [u for u in unique if u != "x9 q7 z3"])
     assert took["near-duplicates"] == [raw[4][:200]] and took["repeats"][0].startswith(span[:50]) and took["quality filter"] == ["x9 q7 z3"]
     assert dropped_examples(Data(), raw, raw, raw) == {}
+
+
+# --- through the whole build
+
+def test_the_card_tells_what_was_met_and_what_was_dropped(tmp_path, texts):
+    from cramnb.packing import prepare_corpus
+    docs = list(read_file(texts))[:600]
+    rng = random.Random(0)
+    retold = [d.replace(" the ", " THE ", 1) + " Again." for d in docs[:40] if len(d) > 600]
+    junk = ["".join(rng.choice("0123456789abcdef") for _ in range(300)) for _ in range(20)]
+    (tmp_path/"a.jsonl").write_bytes(lines(docs + retold + junk + [""]) + b"torn\n")
+    data = Data(source="files", files=str(tmp_path/"a.jsonl"), vocab_size=1000, seq_length=64, heldout=0.1, deduplicate=True, trash_cutoff=0.5, near_duplicates=0.8)
+    corpus, _ = prepare_corpus(data, tmp_path/"store")
+    count, card = corpus.card["counts"], (corpus.folder/"README.md").read_text(encoding="utf-8")
+    assert count["reading"]["counts"] == {"bad_lines": 1, "empty": 1} and count["reading"]["sources"]["files"]["documents"] == count["documents"]
+    assert len(retold) > 3 and set(count["dropped"]) == {"near-duplicates", "repeats", "quality filter"} and all(count["dropped"].values())
+    assert any(d.endswith("Again.") or d[:100] in t for d in retold for t in count["dropped"]["near-duplicates"])
+    assert "- bad lines: 1" in card and "Dropped by near-duplicates:" in card and "Dropped by quality filter:" in card
+    kept = " ".join(corpus.heldout_documents())
+    assert not any(j in kept for j in junk) and count["clean"]["bytes"] >= count["clean"]["characters"] > 0
+
+
+def test_shards_share_what_they_have_seen(tmp_path, texts, monkeypatch):
+    from cramnb import packing
+    notice = "This page may be copied as long as this notice stays with it and nobody is charged for reading or copying it at all."
+    docs = [d + "\n" + notice for d in list(read_file(texts))[:300]]
+    (tmp_path/"a.jsonl").write_bytes(lines(docs + [docs[0] + " Seen before."]))
+    real = packing.read_stage
+    monkeypatch.setattr(packing, "read_stage", lambda data, folder, progress: real(data, folder, progress, shard_bytes=30_000))
+    data = Data(source="files", files=str(tmp_path/"a.jsonl"), vocab_size=1000, seq_length=64, heldout=0.05, deduplicate=True, near_duplicates=0.9)
+    build = tmp_path/"build"
+    packing.read_stage(data, build, print)
+    clean = packing.clean_stage(data, build, lambda *_: None)
+    unique = packing.Shards(build/"unique")
+    assert len(unique) > 3 and sum(t.count(notice) for t in unique) == 1 and not any("Seen before" in t for t in unique)
+    before = [unique[n] for n in range(len(unique))]
+    for n in range(2, len(before)): unique.path(n).unlink()      # as if the build had been killed after two shards
+    for p in (build/"clean").glob("*.json"): p.unlink()
+    (build/"heldout.json").unlink()
+    assert packing.clean_stage(data, build, lambda *_: None) == clean and [unique[n] for n in range(len(before))] == before
