@@ -1,7 +1,8 @@
 """Documents in, clean documents out, and a count of everything that was dropped
 
-Where text comes from and how it is cleaned. Documents are read from docstrings, files or the hub, marked as training or held-out text by a checksum of their own, freed of repeated spans
-by a suffix array, and dropped where a tokenizer cannot compress them. Every mistake in naming a source ends in one sentence that says what to write instead.
+Where text comes from and how it is cleaned. `documents` streams docstrings, files, hub data sets or a weighted mix of them, marks each document as training or held-out text by a checksum of its own, and tells
+a `Report` of every damaged line it met. `deduplicate` cuts repeated spans by a suffix array, `Paragraphs` and `NearDuplicates` remember what stood before in memory that never grows, and `is_trash` finds
+what a tokenizer cannot compress.
 
 Docs: https://cramnb.github.io/cramnb/corpus.html.md"""
 
@@ -151,7 +152,7 @@ def _lines(path, report):
                 report.note('not_utf8', line.count('\ufffd') - raw.count('\ufffd'.encode()), line)
             yield line
 
-# %% ../nbs/01_corpus.ipynb #6a7b0182
+# %% ../nbs/01_corpus.ipynb #c0c3eb44
 def _read_text(path, wanted, report, size=2000):
     "Cut a text file at blank lines into documents of about `size` characters."
     part, n = [], 0
@@ -161,6 +162,7 @@ def _read_text(path, wanted, report, size=2000):
         if n >= size and not line.strip(): yield 0, {wanted[0]: ''.join(part).strip()}; part, n = [], 0
     yield 0, {wanted[0]: ''.join(part).strip()}
 
+# %% ../nbs/01_corpus.ipynb #1ceb6bb2
 def _read_json(path, wanted, report):
     "One record a line; or, where the file opens with a bracket, one list of records."
     lines = _lines(path, report)
@@ -200,7 +202,7 @@ def _want(wanted, names, path):
 
 READERS = dict(txt=_read_text, md=_read_text, jsonl=_read_json, json=_read_json, csv=_read_csv, tsv=_read_tsv, parquet=_read_parquet)
 
-# %% ../nbs/01_corpus.ipynb #a4138c14
+# %% ../nbs/01_corpus.ipynb #4d460971
 def _problem(record, key):
     "Why a record gives no text; '' where it does. An empty value is no text, and no damage."
     if isinstance(record, str): return record
@@ -209,6 +211,7 @@ def _problem(record, key):
     if not isinstance(record[key] or '', str): return f"{key!r} holds {type(record[key]).__name__}, not text; set data.text_key to another name"
     return ''
 
+# %% ../nbs/01_corpus.ipynb #bf749d28
 def row_filter(
     keep_rows:str,      # such as 'meta.pile_set_name=PhilPapers|EuroParl', or '' for all
 ):                      # (its first key or '', a function of a record that says whether to keep it)
@@ -291,7 +294,7 @@ def choose_files(
     by = {s: [p for p in paths if split_of(p) == s] for s in ('train', 'heldout', '')}
     return (by['train'] or by[''] or paths), (by['heldout'] if by['train'] or by[''] else [])
 
-# %% ../nbs/01_corpus.ipynb #b9d54e5b
+# %% ../nbs/01_corpus.ipynb #72e9aea6
 def _load_hub(data, report):
     "Open a data set as a stream; where a set is a script, which `datasets` refuses, take the hub's own conversion."
     from datasets import load_dataset
@@ -302,6 +305,7 @@ def _load_hub(data, report):
     report.note('hub_conversion', example=f"{data.hub_path} is a script; its parquet conversion by the hub is read, which may be only the beginning of a large set")
     return load_dataset(data.hub_path, data_dir=data.hub_name or None, revision='refs/convert/parquet', **common)
 
+# %% ../nbs/01_corpus.ipynb #b120d540
 def read_hub(
     data:Data,          # reads hub_path, hub_name, hub_split, hub_revision, text_key, keep_rows
     report:Report|None=None,  # is told what was left out
@@ -510,7 +514,7 @@ def is_heldout(
     "Decide by the text itself whether a document is kept for evaluation."
     return zlib.crc32(text.encode('utf-8', 'replace')) % 10_000 < share*10_000
 
-# %% ../nbs/01_corpus.ipynb #e97a3b85
+# %% ../nbs/01_corpus.ipynb #7b59d7a4
 LONGEST = 1_000_000     # characters of a document; a longer one is split, so that memory stays bounded
 
 def join_rows(
@@ -521,6 +525,7 @@ def join_rows(
     texts = iter(texts)
     while part := list(itertools.islice(texts, n)): yield ' '.join(part) if n > 1 else part[0]
 
+# %% ../nbs/01_corpus.ipynb #9bd08d35
 def split_long(
     text:str,           # a document
     limit:int=LONGEST,  # characters
