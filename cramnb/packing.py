@@ -12,7 +12,7 @@ __all__ = ['ORDERS', 'FORMAT', 'SCRAPS', 'pack', 'narrow', 'write_rows', 'Rows',
            'original_source', 'write_json', 'Shards', 'read_stage', 'Sample', 'clean_stage', 'token_stage',
            'fetch_tokenizer', 'ready_stage', 'examples', 'data_card', 'load_corpus', 'prepare_corpus', 'DiskFull']
 
-# %% ../nbs/03_packing.ipynb #d68a846e
+# %% ../nbs/03_packing.ipynb #43338412
 import errno, hashlib, json, os, shutil, zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub import hf_hub_download
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from .corpus import NearDuplicates, Tally, deduplicate, documents, is_trash, source_version, stream_hub
+from .corpus import NearDuplicates, Paragraphs, Report, deduplicate, documents, dropped_examples, is_trash, measure, open_hub, source_version
 from .recipe import CramError, Data
 from .tokenizer import encode, train_tokenizer
 
@@ -226,7 +226,7 @@ class Shards:
     def __iter__(self)->Iterator[str]:
         for n in range(len(self)): yield from self[n]
 
-# %% ../nbs/03_packing.ipynb #c242935c
+# %% ../nbs/03_packing.ipynb #c2b93e70
 def read_stage(
     data:Data,          # the source and its limits
     folder:Path,        # of the build
@@ -236,8 +236,8 @@ def read_stage(
     "Read the source into shards of text."
     if (folder/'read.json').exists(): return json.loads((folder/'read.json').read_text())
     for part in ('text', 'held'): shutil.rmtree(folder/part, ignore_errors=True)
-    shards, held, part, size, count, tally = Shards(folder/'text'), [], [], 0, dict(documents=0, characters=0, heldout_documents=0), Tally()
-    for text, heldout in documents(data, tally):
+    shards, held, part, size, count, report = Shards(folder/'text'), [], [], 0, dict(documents=0, characters=0, heldout_documents=0), Report()
+    for text, heldout in documents(data, report):
         count['documents'] += 1; count['characters'] += len(text); count['heldout_documents'] += heldout
         (held if heldout else part).append(text)
         size += 0 if heldout else len(text)
@@ -246,8 +246,9 @@ def read_stage(
     if part: shards.write(len(shards), part)
     if not len(shards): raise CramError(f"The source {data.source!r} holds no text to train on ({count['documents']} documents were read).")
     Shards(folder/'held').write(0, held)
-    write_json(folder/'read.json', count | dict(reading=asdict(tally)))
-    return count | dict(reading=asdict(tally))
+    count['reading'] = report.as_dict()
+    write_json(folder/'read.json', count)
+    return count
 
 # %% ../nbs/03_packing.ipynb #b9cfdb6a
 class Sample:
@@ -262,40 +263,35 @@ class Sample:
                 if size > self.limit/len(self.shards): break
                 size += len(text); yield text
 
-# %% ../nbs/03_packing.ipynb #64176bef
+# %% ../nbs/03_packing.ipynb #adc56835
 def _cut_repeats(data, folder, progress):
-    "Shard by shard, cut what stood before; from the held-out text, cut what the training text holds too."
+    "Shard by shard, drop and cut what stood before, in this shard or an earlier one; from the held-out text, what the training text holds too."
     raw, unique, held = (Shards(folder/s) for s in ('text', 'unique', 'held'))
-    for n in range(len(unique), len(raw)):
-        texts, rest, dropped = raw[n], held[n], []
-        if data.deduplicate:
-            mended = deduplicate(texts + rest, data.deduplication_threshold, dropped)
-            texts, rest = mended[:len(texts)], mended[len(texts):]
-        if n == 0: write_json(folder/'dropped-repeats.json', dropped)
-        held.write(n+1, rest)
-        unique.write(n, [t for t in texts if t])
-        progress('cutting repeats', n+1, len(raw))
+    megabytes = min(256, 4*len(raw))      # enough for ten million documents; then strangers begin to look familiar
+    near, look = (NearDuplicates(data.near_duplicates, megabytes) if data.near_duplicates else None), Paragraphs(data.deduplication_threshold, megabytes)
+    for n in range(len(raw)):
+        texts = _fresh(raw[n], near)
+        if n >= len(unique):      # not finished before an interruption
+            rest = [t for t, known in zip(held[n], near.known(held[n])) if not known] if near else held[n]
+            if data.deduplicate:
+                mended = deduplicate(texts + rest, data.deduplication_threshold)
+                texts, rest = look.cut(mended[:len(texts)]), mended[len(texts):]
+            held.write(n+1, rest)
+            unique.write(n, [t for t in texts if t])
+            progress('cutting repeats', n+1, len(raw))
+        if data.deduplicate and n+1 < len(raw): look.add(unique[n])
     return unique, [t for t in held[len(raw)] if t]
 
-def _drop_near(data, folder, unique, progress):
-    "Documents that overlap an earlier one; what a stopped build had kept is shown to the index again."
-    if not data.near_duplicates: return unique
-    near, kept = NearDuplicates(data.near_duplicates), Shards(folder/'distinct')
-    for text in kept: near.add(text)
-    for n in range(len(kept), len(unique)):
-        fresh = [(t, near.seen(t)) for t in unique[n]]
-        if n == 0: write_json(folder/'dropped-near.json', [t[:200] for t, seen in fresh if seen][:3])
-        kept.write(n, [t for t, seen in fresh if not seen])
-        progress('dropping near-duplicates', n+1, len(unique))
-    return kept
+def _fresh(texts, near):
+    "The documents that no earlier one resembles."
+    return [t for t, again in zip(texts, near.add(texts)) if not again] if near else texts
 
-def _dense_enough(texts, judge, cutoff, dropped=None):
+def _dense_enough(texts, judge, cutoff):
     "The texts that the judge can compress."
     trash = is_trash([len(i) for i in encode(judge, texts)], [len(t) for t in texts], cutoff)
-    if dropped is not None: dropped += [t[:200] for t, bad in zip(texts, trash) if bad][:3]
     return [t for t, bad in zip(texts, trash) if not bad]
 
-# %% ../nbs/03_packing.ipynb #5c41ac41
+# %% ../nbs/03_packing.ipynb #dd5c3449
 def clean_stage(
     data:Data,          # reads deduplicate, deduplication_threshold, near_duplicates, trash_cutoff
     folder:Path,        # of the build
@@ -303,19 +299,20 @@ def clean_stage(
 )->dict:                # documents and characters after each step, and examples of what went
     "Cut repeated spans, drop near-duplicates, then what does not compress; shard by shard. The held-out text goes the same way."
     unique, held = _cut_repeats(data, folder, progress)
-    distinct = _drop_near(data, folder, unique, progress)
     clean, done = Shards(folder/'clean'), folder/'heldout.json'
-    judge = train_tokenizer(Sample(distinct), data, vocab_size=data.vocab_size) if data.trash_cutoff and not done.exists() else None
-    keep = lambda texts, dropped=None: _dense_enough(texts, judge, data.trash_cutoff, dropped) if judge else texts
-    for n in range(len(clean), len(distinct)):
-        dropped = []
-        clean.write(n, keep(distinct[n], dropped))
-        if n == 0: write_json(folder/'dropped-trash.json', dropped)
-        progress('filtering', n+1, len(distinct))
+    judge = train_tokenizer(Sample(unique), data, vocab_size=data.vocab_size) if data.trash_cutoff and not done.exists() else None
+    keep = lambda texts: _dense_enough(texts, judge, data.trash_cutoff) if judge else texts
+    for n in range(len(clean), len(unique)):
+        clean.write(n, keep(unique[n]))
+        progress('filtering', n+1, len(unique))
     if not done.exists(): write_json(done, keep(held))
-    count = lambda shards: dict(documents=sum(len(shards[n]) for n in range(len(shards))), characters=sum(map(len, shards)))
-    dropped = {p.stem.removeprefix('dropped-'): json.loads(p.read_text(encoding='utf-8')) for p in sorted(folder.glob('dropped-*.json'))}
-    return dict(unique=count(unique), distinct=count(distinct), clean=count(clean), dropped=dropped)
+    raw = Shards(folder/'text')[0]
+    return dict(unique=_measure(unique), clean=_measure(clean), dropped=dropped_examples(data, raw, unique[0], clean[0]))
+
+def _measure(shards):
+    "Documents, characters and bytes of all shards, one shard in memory at a time."
+    sizes = [measure(shards[n]) for n in range(len(shards))]
+    return {k: sum(s[k] for s in sizes) for k in sizes[0]}
 
 # %% ../nbs/03_packing.ipynb #cb80033f
 def token_stage(
@@ -361,7 +358,7 @@ def _save_order(data, folder, tokenizer):
         order = np.argsort(-keys if data.ordering.startswith('reverse-') else keys, kind='stable')
     np.save(folder/'order.npy', order[:limit])
 
-# %% ../nbs/03_packing.ipynb #ce35c9ed
+# %% ../nbs/03_packing.ipynb #04c6189c
 def fetch_tokenizer(
     hub_path:str,       # data set on the hub, or a local folder in its layout
     folder:Path,        # where to put tokenizer.json and its companions
@@ -392,7 +389,7 @@ def ready_stage(
     parts = folder/'parts'
     parts.mkdir(exist_ok=True)
     done = len(list(parts.glob('*.arrow')))
-    try: stream = stream_hub(data.hub_path, data.hub_name, data.hub_split).with_format('arrow').skip(done*part_rows)
+    try: stream = open_hub(data, Report()).with_format('arrow').skip(done*part_rows)
     except Exception as e: raise CramError(f"data.hub_path={data.hub_path} cannot be loaded: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
     limit = data.max_rows or None
     for n, block in enumerate(_blocks(stream, part_rows, None if limit is None else max(0, limit - done*part_rows), data), done):
@@ -428,7 +425,7 @@ def _blocks(stream, size, limit, data):
         if limit is not None and total + len(rest) >= limit: break
     if len(rest): yield rest
 
-# %% ../nbs/03_packing.ipynb #d82f5e0e
+# %% ../nbs/03_packing.ipynb #3eb133e7
 def examples(
     folder:Path,        # of a corpus
     n:int=3,            # rows
@@ -445,26 +442,23 @@ def data_card(
     where = d['mix'] or d['files'] or d['hub_path'] or d['source']
     head = ['---', 'task_categories: [fill-mask]', f"size_categories: ['{_size(c['rows'])}']", '---', '', f"# Corpus {d['source']}", '', f"Source: `{where}`{' '+d['hub_name'] if d['hub_name'] else ''}.", '']
     if 'documents' not in c: return '\n'.join([*head, f"{c['rows']:,} rows of {d['seq_length']} tokens as their authors published them, {c['heldout_rows']:,} more are held out.", '', *_quoted('Examples:', card['examples'])])
-    steps = [('read', c['documents'], c['characters']), ('after cutting repeats', c['unique']['documents'], c['unique']['characters'])]
-    if d['near_duplicates']: steps.append(('after dropping near-duplicates', c['distinct']['documents'], c['distinct']['characters']))
+    steps = [('read', c['documents'], c['characters']), ('after cutting repeats' + (' and near-duplicates' if d['near_duplicates'] else ''), c['unique']['documents'], c['unique']['characters'])]
     steps.append(('after the quality filter', c['clean']['documents'], c['clean']['characters']))
     lines = [*head, '| step | documents | characters |', '|---|---:|---:|', *(f"| {s} | {n:,} | {m:,} |" for s, n, m in steps), '',
              f"{c['heldout_documents']:,} documents are held out. {c['tokens']:,} training tokens make {c['rows']:,} rows of {d['seq_length']}; {c['tokens_left']} tokens at the end fill no row.",
-             f"{c['clean']['characters']/c['tokens']:.2f} characters a token, vocabulary {d['tokenizer']} with {d['vocab_size']:,} entries.", *_reading(c['reading']), '']
-    titles = dict(repeats='Repeated spans that were cut:', near='Near-duplicates that were dropped:', trash='Text that the quality filter dropped:')
-    for step, shown in c['dropped'].items(): lines += _quoted(titles[step], shown)
-    return '\n'.join(lines + _quoted('Rows that were kept:', card['examples']))
+             f"{c['clean']['characters']/c['tokens']:.2f} characters a token, vocabulary {d['tokenizer']} with {d['vocab_size']:,} entries.", '']
+    for step, shown in c['dropped'].items(): lines += _quoted(f'Dropped by {step}:', shown)
+    return '\n'.join(lines + _quoted('Rows that were kept:', card['examples']) + _met(c['reading']))
 
 def _size(n): return next(name for limit, name in ((1e3, 'n<1K'), (1e4, '1K<n<10K'), (1e5, '10K<n<100K'), (1e6, '100K<n<1M'), (1e7, '1M<n<10M'), (1e8, '10M<n<100M'), (1e99, '100M<n<1B')) if n < limit)
 
 def _quoted(title, texts): return [title, '', *(f"> {' '.join(t[:300].split())}\n" for t in texts)] if texts else []
 
-def _reading(r):
-    "What was skipped and mended while reading."
-    said = [f"{r['bad_lines']:,} lines could not be read and were skipped (first: {r['first_bad']})."]*bool(r['bad_lines'])
-    said += [f"{r['mended_bytes']:,} documents had bytes that are no UTF-8, or NUL; these were replaced or removed."]*bool(r['mended_bytes'])
-    said += [f"{r['cut_documents']:,} long documents were cut at the end of a paragraph."]*bool(r['cut_documents']) + [f"{r['joined']:,} successive entries were joined into documents."]*bool(r['joined'])
-    return said + [f"Characters read from each part: {', '.join(f'{n} {v:,}' for n, v in r['shares'].items())}."]*bool(r['shares'])
+def _met(reading):
+    "What was skipped and mended while reading, and what every source gave."
+    notes = [f"- {kind.replace('_', ' ')}: {n:,}" for kind, n in reading['counts'].items()]
+    notes += [f"- source {s}: {v['documents']:,} documents, {v['characters']:,} characters" for s, v in reading['sources'].items()]
+    return ['Met while reading:', '', *notes, '']
 
 # %% ../nbs/03_packing.ipynb #dc9bacb0
 def load_corpus(
@@ -506,8 +500,8 @@ def _finish(data, build, counts):
     (build/'README.md').write_text(data_card(card), encoding='utf-8')
     write_json(build/'card.json', card)
 
-# %% ../nbs/03_packing.ipynb #d9b6fbcd
-SCRAPS = ('text', 'unique', 'distinct', 'clean', 'held', 'parts', 'read.json', 'dropped-repeats.json', 'dropped-near.json', 'dropped-trash.json')
+# %% ../nbs/03_packing.ipynb #37a04946
+SCRAPS = ('text', 'unique', 'clean', 'held', 'parts', 'read.json')
 
 def prepare_corpus(
     data:Data,          # the recipe's data
