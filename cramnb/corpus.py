@@ -12,10 +12,10 @@ Docs: https://cramnb.github.io/cramnb/corpus.html.md"""
 __all__ = ['SPECIMEN', 'PACKAGES', 'READERS', 'LONGEST', 'read_docstrings', 'without_examples', 'python_files', 'docstrings',
            'random_text', 'Report', 'row_filter', 'read_file', 'find_files', 'split_of', 'choose_files', 'open_hub',
            'read_hub', 'mix_parts', 'interleave', 'normalizer', 'repeated_bytes', 'deduplicate', 'Seen', 'Paragraphs',
-           'shingles', 'signatures', 'NearDuplicates', 'is_trash', 'is_heldout', 'join_rows', 'split_long', 'parts_of',
-           'mixed', 'documents', 'measure', 'source_version', 'dropped_examples']
+           'shingles', 'signatures', 'NearDuplicates', 'is_trash', 'is_heldout', 'join_rows', 'split_long', 'documents',
+           'measure', 'source_version', 'dropped_examples']
 
-# %% ../nbs/01_corpus.ipynb #cced8219
+# %% ../nbs/01_corpus.ipynb #9b2211f6
 import ast, codecs, csv, glob, gzip, hashlib, io, itertools, json, re, sys, sysconfig, warnings, zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 from pydivsufsort import divsufsort, kasai
 from tokenizers import Regex, normalizers
 
@@ -230,22 +229,7 @@ def row_filter(
         return str(record) in allowed
     return keys[0], keep
 
-# %% ../nbs/01_corpus.ipynb #3ad9ddda
-class _Bad:
-    "Counts lines that cannot be read, and stops when they are too many: at once where the first lines are all bad, else at the end of the file."
-    def __init__(self, path, share, tally): self.path, self.share, self.tally, self.fine, self.lines = path, share, tally, 0, []
-
-    def __call__(self, n, why):
-        self.tally.bad_lines += 1
-        self.tally.first_bad = self.tally.first_bad or f'{self.path}, line {n}: {why}'
-        self.lines.append(f'{self.path}, line {n}: {why}')
-        if len(self.lines) > 1000: self.check()
-
-    def check(self):
-        total = self.fine + len(self.lines)
-        if len(self.lines) > self.share*total:
-            raise CramError(f"{self.lines[0]}. {len(self.lines):,} of {total:,} lines cannot be read, and data.max_bad_lines={self.share} allows a share of that.")
-
+# %% ../nbs/01_corpus.ipynb #3d4576bb
 def read_file(
     path:Path,              # txt, md, jsonl, json, csv, tsv or parquet, perhaps with .gz or .zst behind
     text_key:str='text',    # column or key of the text
@@ -411,17 +395,15 @@ def repeated_bytes(
     np.add.at(edges, begin+threshold, -1)
     return np.cumsum(edges[:-1]) > 0
 
-# %% ../nbs/01_corpus.ipynb #e586bd90
+# %% ../nbs/01_corpus.ipynb #324d380b
 def deduplicate(
     texts:list[str],    # documents
     threshold:int=100,  # bytes
-    dropped:list|None=None,  # gets the first few spans that were cut
 )->list[str]:           # the same number of documents; each repeated span is cut to one space
     "Cut out every span of at least `threshold` bytes that stood earlier in the text."
     raw = np.frombuffer(b'\x00'.join(t.replace('\x00', ' ').encode('utf-8', 'replace') for t in texts), np.uint8)
     repeated = repeated_bytes(raw, threshold) & (raw != 0)      # the marks between documents stay
     cut_start = repeated & ~np.r_[False, repeated[:-1]]
-    if dropped is not None: dropped += [raw[i:i+200].tobytes().split(b'\x00')[0].decode('utf-8', 'ignore') for i in np.flatnonzero(cut_start)[:3]]
     kept = np.where(cut_start, ord(' '), raw)[~repeated | cut_start]
     return [re.sub(' {2,}', ' ', part.decode('utf-8', 'ignore')).strip() for part in kept.astype(np.uint8).tobytes().split(b'\x00')]
 
@@ -580,37 +562,6 @@ def _marked(texts, share, report):
         heldout = is_heldout(text, share)
         if len(text) > LONGEST: report.note('long_documents_split', example=text[:80])
         yield from ((piece, heldout) for piece in split_long(text) if piece.strip())
-
-# %% ../nbs/01_corpus.ipynb #10980b78
-def parts_of(
-    data:Data,          # reads mix, files, text_key
-)->dict[str,tuple[Data,float]]:  # name -> (its own Data, weight)
-    "Read 'wikipedia:2,files:1'. Raises CramError."
-    out = {}
-    for part in filter(None, (p.strip() for p in data.mix.split(','))):
-        name, _, weight = part.partition(':')
-        try: weight = float(weight or 1)
-        except ValueError: weight = -1.0
-        if not 0 < weight < float('inf'): raise CramError(f"data.mix={data.mix}: the weight of {name} must be a number more than zero.")
-        source = preset('data', name)
-        if source.source in ('mix', 'tokens'): raise CramError(f"data.mix={data.mix}: {name} is {'a mix itself' if source.source == 'mix' else 'made of tokens'}; name sources of text.")
-        out[name] = (replace(source, files=data.files, text_key=data.text_key, max_bad_lines=data.max_bad_lines) if source.source == 'files' else source), weight
-    return out
-
-def mixed(
-    data:Data,          # reads mix
-    tally:Tally,        # gets the characters read from each part
-)->Iterator[str]:
-    "Draw from several sources so that the characters read keep to the weights; a source that runs dry drops out, and the others go on."
-    parts = parts_of(data)
-    streams = {name: (text for text, _ in documents(replace(d, heldout=0.0, max_documents=d.max_documents), tally)) for name, (d, _) in parts.items()}
-    tally.shares = dict.fromkeys(parts, 0)
-    while streams:
-        name = min(streams, key=lambda n: tally.shares[n]/parts[n][1])       # the one that is furthest behind
-        text = next(streams[name], None)
-        if text is None: del streams[name]; continue
-        tally.shares[name] += len(text)
-        yield text
 
 # %% ../nbs/01_corpus.ipynb #c60f8484
 def documents(
