@@ -153,3 +153,48 @@ def test_the_collator_of_transformers_agrees_in_distribution():
 def test_mistakes_have_one_message():
     with pytest.raises(CramError, match="masking=whole_word is not supported.*Did you mean 'whole-word'"): masked(some_rows(2), masking="whole_word")
     with pytest.raises(CramError, match="needs starts_word"): masked(some_rows(2), masking="whole-word", starts_word=None)
+
+
+def test_whole_words_as_transformers_hides_them():
+    "Theirs tosses a coin a word; long words must not be hidden more or less often than short ones, here or there."
+    import inspect
+
+    from transformers import DataCollatorForLanguageModeling
+    from cramnb.recipe import Data
+    from cramnb.tokenizer import train_tokenizer, word_starts
+    if "whole_word_mask" not in inspect.signature(DataCollatorForLanguageModeling).parameters: pytest.skip("this version of transformers has another collator for whole words")
+    tok = train_tokenizer(["flow flowing flowings rain raining rainings"]*9, Data(include_sep=False), vocab_size=30)
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(["flow", "flowing", "rainings", "rain", "raining", "flowings"], 40)) for _ in range(1500)]
+    encoded = [tok(t, return_offsets_mapping=True, return_special_tokens_mask=True, truncation=True, max_length=40) for t in texts]
+    ids = torch.tensor([e["input_ids"] for e in encoded])
+    torch.manual_seed(0)
+    theirs = DataCollatorForLanguageModeling(tok, whole_word_mask=True, mlm_probability=0.25, mask_replace_prob=1, random_replace_prob=0)(
+        [{k: e[k] for k in ("input_ids", "offset_mapping", "special_tokens_mask")} for e in encoded])["labels"] != -100
+    starts = torch.from_numpy(word_starts(tok))
+    ours = mask_tokens(ids, mlm_probability=0.25, mask_token_id=4, vocab_size=len(tok), masking="whole-word", starts_word=starts, generator=microbatch_generator(0, 0)).labels != -100
+    begins = starts[ids]
+    begins[:, 0] = True
+    word = (begins.cumsum(1) + 100*torch.arange(len(ids))[:, None]).flatten()
+    length = torch.bincount(word)[word].view(ids.shape)
+    for n in length.unique():
+        first = begins & (length == n)
+        assert theirs[first].float().mean().item() == pytest.approx(ours[first].float().mean().item(), abs=0.03), f"words of {n} pieces"
+
+
+def test_the_stream_of_a_run_follows_its_recipe():
+    from types import SimpleNamespace
+
+    from cramnb.cram import masked_rows
+    from cramnb.recipe import tiny
+    from cramnb.show import specimen
+    s = specimen()
+    corpus = SimpleNamespace(tokenizer=s.tokenizer, batch=lambda start, n, seed: s.rows[:n])
+    def stream(*words): return masked_rows(corpus, tiny("data.vocab_size=200", *words), torch.device("cpu"))
+    falling = stream("train.mlm_probability=0.3", "train.mlm_probability_end=0.15")
+    counts = [((m := falling(0, 5, 0, x)).labels != -100).sum(1).tolist() + list(m.positions.shape) for x in (0, 1)]
+    assert counts == [[10]*5 + [5, 10], [5]*5 + [5, 10]]
+    ways = [stream(f"train.masking={m}")(0, 5, 0) for m in MASKINGS]
+    assert torch.equal(ways[0].input_ids, s.input_ids) and len({tuple(m.positions.flatten().tolist()) for m in ways}) == 3
+    everything = stream("train.mask_special_tokens=True", "train.mlm_probability=0.999")(0, 5, 0)
+    assert (everything.labels == 3).any() or not (torch.from_numpy(s.rows.astype(np.int64)) == 3).any()
