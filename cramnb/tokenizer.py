@@ -1,7 +1,7 @@
 """A vocabulary learnt from the text itself, one merge at a time
 
-Text to token ids. A vocabulary is learnt from the corpus itself, by default with WordPiece in two passes, so that the same text gives the same ids on every run.
-`train_tokenizer` refuses a vocabulary that the text cannot fill, `encode` never takes text for a special token, and `fertility` says what a word costs.
+Text to token ids. A vocabulary is learnt from the corpus itself with WordPiece, BPE, Unigram or WordLevel, so that the same text gives the same bytes on every run.
+`train_tokenizer` refuses a vocabulary that the text cannot fill, `encode` never takes text for a special token, `word_starts` says which entries begin a word and `fertility` what a word costs.
 
 Docs: https://cramnb.github.io/cramnb/tokenizer.html.md"""
 
@@ -77,7 +77,7 @@ def _train_wordpiece(texts, data, vocab_size):
     vocab = _train(texts, data, vocab_size, first).get_vocab()
     return _dress(Tokenizer(models.WordPiece(vocab, unk_token='[UNK]', max_input_chars_per_word=100)), data)    # letters are not special
 
-# %% ../nbs/02_tokenizer.ipynb #8705889a
+# %% ../nbs/02_tokenizer.ipynb #07c68ab5
 def count_words(
     texts:Iterable[str],    # documents
     data:Data,              # reads the normaliser and how words are split
@@ -90,9 +90,7 @@ def count_words(
         while len(words) > limit: words, floor = Counter({w: n for w, n in words.items() if n > floor}), floor + 1
     return words
 
-# %% ../nbs/02_tokenizer.ipynb #9abcabd1
-def _unigram(scores): return models.Unigram([*((t, -1e6) for t in SPECIAL_TOKENS), *scores.items()], unk_id=1)
-
+# %% ../nbs/02_tokenizer.ipynb #2f9a8b57
 def _seeds(words, letters, n, longest=16):
     "The substrings that cover most text, and all letters, with their counts."
     counts = Counter()
@@ -101,6 +99,9 @@ def _seeds(words, letters, n, longest=16):
             for j in range(i+2, min(i+longest, len(w))+1): counts[w[i:j]] += c
     best = sorted((p for p in counts if counts[p] > 1), key=lambda p: (-counts[p]*len(p), p))[:n]
     return {**letters, **{p: counts[p] for p in best}}
+
+# %% ../nbs/02_tokenizer.ipynb #afbbbfbb
+def _unigram(scores): return models.Unigram([*((t, -1e6) for t in SPECIAL_TOKENS), *scores.items()], unk_id=1)
 
 def _log(counts):
     "Counts to scores: logarithms of shares, an unused piece counted as half a one."
@@ -115,7 +116,7 @@ def _recount(words, scores):
             if t.value in counts: counts[t.value] += c
     return counts
 
-# %% ../nbs/02_tokenizer.ipynb #c96bd47a
+# %% ../nbs/02_tokenizer.ipynb #0ed9e8a2
 def _without(piece, scores):
     "The score of the likeliest way to write `piece` with others."
     best = [0.0] + [-math.inf]*len(piece)
@@ -124,6 +125,7 @@ def _without(piece, scores):
             if j-i < len(piece) and (s := scores.get(piece[i:j])) is not None: best[j] = max(best[j], best[i]+s)
     return best[-1]
 
+# %% ../nbs/02_tokenizer.ipynb #c76a18b9
 def _train_unigram(texts, data, vocab_size, keep=0.75, most_words=100_000):
     "Unigram (Kudo 2018) with likeliest cuts instead of sums over all of them: start with many pieces, drop those that are missed least."
     counted = count_words(texts, data)
