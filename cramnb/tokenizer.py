@@ -77,7 +77,7 @@ def _train_wordpiece(texts, data, vocab_size):
     vocab = _train(texts, data, vocab_size, first).get_vocab()
     return _dress(Tokenizer(models.WordPiece(vocab, unk_token='[UNK]', max_input_chars_per_word=100)), data)    # letters are not special
 
-# %% ../nbs/02_tokenizer.ipynb #07c68ab5
+# %% ../nbs/02_tokenizer.ipynb #8705889a
 def count_words(
     texts:Iterable[str],    # documents
     data:Data,              # reads the normaliser and how words are split
@@ -172,7 +172,7 @@ def wrap(
     names = dict(zip(('pad_token', 'unk_token', 'cls_token', 'sep_token', 'mask_token'), SPECIAL_TOKENS))
     return PreTrainedTokenizerFast(tokenizer_object=tok, model_max_length=seq_length, model_input_names=['input_ids', 'attention_mask'], **names)
 
-# %% ../nbs/02_tokenizer.ipynb #8a18e428
+# %% ../nbs/02_tokenizer.ipynb #96452f7b
 def word_starts(
     tokenizer:PreTrainedTokenizerFast,  # any fast one: WordPiece, BPE, Unigram or WordLevel
 )->np.ndarray:              # (V,) bool
@@ -181,7 +181,7 @@ def word_starts(
     if kind == 'WordPiece': begins = lambda t: not t.startswith('##')
     elif kind == 'WordLevel': begins = lambda t: True
     elif any(t.startswith('▁') for t in vocab): begins = lambda t: not t[0].isalnum()
-    else: begins = lambda t: t[0] == 'Ġ' or t[0].isascii() and not t[0].isalnum()      # the other bytes are parts of letters
+    else: begins = lambda t: t[0] in 'ĠĊĉ' or t[0].isascii() and not t[0].isalnum()    # space, new line, tab; the other bytes are parts of letters
     out = np.ones(max(vocab.values()) + 1, bool)
     for t, i in vocab.items(): out[i] = begins(t) if t else True
     return out
