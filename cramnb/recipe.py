@@ -72,7 +72,7 @@ class Arch:
     classifier_dropout:float = 0.1         # dropout before the last linear layer of the classifier
     type_vocab_size:int = 2                # token types (model_type=bert only)
 
-# %% ../nbs/00_recipe.ipynb #64a5d867
+# %% ../nbs/00_recipe.ipynb #95d6bb37
 @dataclass
 class Data:
     "The text, and how it becomes rows of tokens."
@@ -97,16 +97,17 @@ class Data:
     deduplication_threshold:int = 100      # bytes from which a repeated span is cut
     near_duplicates:float = 0.0            # drop documents that share so much of their wording with an earlier one (0: keep all)
     trash_cutoff:float = 0.0               # drop documents with more tokens per character than this (0: keep all)
-    tokenizer:str = one_of('WordPiece', 'BPE', 'Unigram', 'WordLevel')  # algorithm
+    tokenizer:str = one_of('WordPiece', 'BPE', 'Unigram', 'WordLevel', 'WordPieceBERT', 'SentencePieceBPE', 'SentencePieceUnigram')  # algorithm; the last three are the original's names
     vocab_size:int = 32768                 # V, entries of the vocabulary, special tokens included
     seq_length:int = 128                   # T, tokens of a row
     include_cls:bool = False               # start each row with [CLS]
     include_sep:bool = True                # end each document with [SEP]
+    use_type_ids:bool = False              # the second text of a pair gets type ids 1 (no model here reads them)
     ordering:str = one_of('randomized', 'none', 'sentence-length-curriculum', 'word-length-curriculum', 'unigram-curriculum', 'fragment-curriculum', 'reverse-sentence-length-curriculum',
                           'reverse-word-length-curriculum', 'reverse-unigram-curriculum', 'reverse-fragment-curriculum')  # order of the rows, chapter 03
     max_rows:int = 0                       # keep so many rows, the first of the order (0: all)
 
-# %% ../nbs/00_recipe.ipynb #78902c46
+# %% ../nbs/00_recipe.ipynb #1b0db885
 @dataclass
 class Train:
     "Pretraining. The defaults are the recipe bert-o4 of the original (paper section 4.3)."
@@ -124,7 +125,10 @@ class Train:
     batch_size:int = 8192                  # sequences per update
     batch_size_ramp:float = 0.6            # share of the budget over which the batch grows (0: off)
     mlm_probability:float = 0.25           # share of each row that is hidden
+    mlm_probability_end:float = 0.0        # share at the end of the budget, reached in a straight line (0: the same all the time)
     use_80_20_rule:bool = True             # 80 % [MASK], 10 % random, 10 % kept; otherwise all [MASK]
+    masking:str = one_of('token', 'whole-word', 'span')  # what is hidden together
+    mask_special_tokens:bool = False       # hide special tokens like all others, as the original does
     dropout:bool = False                   # dropout while pretraining
     progress:str = one_of('time', 'tokens', 'updates')  # what the budget is counted in
     max_tokens:int = 0                     # the budget where progress=tokens
@@ -340,7 +344,7 @@ def flat(
         else: out[prefix+f.name] = v
     return out
 
-# %% ../nbs/00_recipe.ipynb #abd233df
+# %% ../nbs/00_recipe.ipynb #7988a6d6
 ALIASES = {
     'arch.num_transformer_layers': 'arch.num_hidden_layers', 'arch.intermed_size': 'arch.intermediate_size', 'arch.nonlin': 'arch.hidden_act',
     'arch.attention.num_attention_heads': 'arch.num_attention_heads', 'arch.embedding.pos_embedding': 'arch.position_embedding_type',
@@ -349,6 +353,7 @@ ALIASES = {
     'train.objective.mlm_probability': 'train.mlm_probability', 'train.pretrain_in_train_mode': 'train.dropout', 'eval.optim.lr': 'eval.lr',
     'train.objective.use_80_20_rule': 'train.use_80_20_rule', 'eval.warmup_steps': 'eval.warmup', 'data.max_entries_in_raw_dataset': 'data.max_documents',
     'tensorboard.enabled': 'impl.tensorboard',
+    'data.include_cls_token_in_corpus': 'data.include_cls', 'data.include_sep_token_in_corpus': 'data.include_sep',
 }  # left: the original's key; right: ours
 
 # %% ../nbs/00_recipe.ipynb #1a186f13
@@ -368,11 +373,11 @@ def _merge(recipe, key, text):
         name = getattr(want, '__name__', str(want)) if not typing.get_args(want) else str(want)
         raise CramError(f"{key}={text} has the wrong type: {name} is expected (now {flat(recipe)[key]!r}).") from None
 
-# %% ../nbs/00_recipe.ipynb #de33e710
+# %% ../nbs/00_recipe.ipynb #ae6410cd
 _POSITIVE = ('arch.hidden_size', 'arch.num_hidden_layers', 'arch.num_attention_heads', 'arch.intermediate_size', 'data.vocab_size', 'data.seq_length',
              'train.lr', 'train.batch_size', 'eval.lr', 'eval.batch_size', 'eval.epochs', 'eval.trials', 'eval.max_seq_length', 'train.eval_rows',
              'impl.keep_checkpoints', 'impl.save_every', 'train.muon_lr', 'train.eval_every', 'data.join_rows')
-_SHARES = ('train.warmup', 'train.cooldown', 'train.batch_size_ramp', 'train.mlm_probability', 'eval.warmup', 'data.heldout', 'data.trash_cutoff',
+_SHARES = ('train.warmup', 'train.cooldown', 'train.batch_size_ramp', 'train.mlm_probability', 'train.mlm_probability_end', 'eval.warmup', 'data.heldout', 'data.trash_cutoff',
            'data.max_bad_lines', 'data.near_duplicates')
 
 def _check_numbers(values):
