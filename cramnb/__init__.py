@@ -15,7 +15,8 @@
 - `cramnb.schedule`: Learning rate and batch size as functions of the share of the day that is spent
 - `cramnb.show`: One look for all chapters, and the short text they share
 - `cramnb.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
-- `cramnb.train`: A loop that knows how much of its day is gone, and ends on time with nothing broken"""
+- `cramnb.train`: A loop that knows how much of its day is gone, and ends on time with nothing broken
+- `cramnb.watch`: Loss, speed, share of the card and energy, while the clock runs and afterwards"""
 
 import os
 from importlib.metadata import version
