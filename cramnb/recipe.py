@@ -145,7 +145,7 @@ class Eval:
     classifier_pooling:str = one_of('first', 'mean', 'max', 'mean-with-padding')  # overrides arch
     max_train_examples:int = 0             # cut the training set (0: all)
 
-# %% ../nbs/00_recipe.ipynb #2b02f656
+# %% ../nbs/00_recipe.ipynb #bbcf2659
 @dataclass
 class Impl:
     "How it is computed: nothing here should change what is learnt."
@@ -159,6 +159,9 @@ class Impl:
     attn_implementation:str = one_of('sdpa', 'eager', 'flash_attention_2', 'flex_attention')  # transformers' attention interface
     save_every:float = 5.0                 # minutes between checkpoints
     keep_checkpoints:int = 2               # how many are kept
+    keep_best:bool = True                  # besides these, keep the one with the lowest held-out loss
+    dist_backend:str = one_of('auto', 'nccl', 'gloo')  # under torchrun: how processes talk; auto is nccl on GPUs, gloo on CPUs
+    dist_timeout:float = 10.0              # under torchrun: minutes until a process that does not answer counts as lost
     tensorboard:bool = False               # also log to NAME/tensorboard (needs the extra `track`)
 
 # %% ../nbs/00_recipe.ipynb #b0dbe1ac
@@ -321,10 +324,10 @@ def _merge(recipe, key, text):
         name = getattr(want, '__name__', str(want)) if not typing.get_args(want) else str(want)
         raise CramError(f"{key}={text} has the wrong type: {name} is expected (now {flat(recipe)[key]!r}).") from None
 
-# %% ../nbs/00_recipe.ipynb #b7c85b7c
+# %% ../nbs/00_recipe.ipynb #8633b677
 _POSITIVE = ('arch.hidden_size', 'arch.num_hidden_layers', 'arch.num_attention_heads', 'arch.intermediate_size', 'data.vocab_size', 'data.seq_length',
              'train.lr', 'train.batch_size', 'eval.lr', 'eval.batch_size', 'eval.epochs', 'eval.trials', 'eval.max_seq_length', 'train.eval_rows',
-             'impl.keep_checkpoints', 'impl.save_every', 'train.muon_lr', 'train.eval_every')
+             'impl.keep_checkpoints', 'impl.save_every', 'impl.dist_timeout', 'train.muon_lr', 'train.eval_every')
 _SHARES = ('train.warmup', 'train.cooldown', 'train.batch_size_ramp', 'train.mlm_probability', 'eval.warmup', 'data.heldout', 'data.trash_cutoff')
 
 def _check_numbers(values):
