@@ -13,8 +13,8 @@ __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_f
            'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks', 'check_start', 'cram_verb', 'runs_verb',
            'plot_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
 
-# %% ../nbs/23_cram.ipynb #903a8a7f
-import dataclasses, hashlib, json, os, shlex, shutil, signal, sys, tempfile, threading, time
+# %% ../nbs/23_cram.ipynb #a3abcaa1
+import dataclasses, hashlib, json, os, random, shlex, shutil, signal, sys, tempfile, threading, time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -128,7 +128,7 @@ def heldout_batches(
     return [mask_tokens(part, mlm_probability=mlm_probability, mask_token_id=corpus.tokenizer.mask_token_id, vocab_size=recipe.data.vocab_size,
                         generator=microbatch_generator(0, i)) for i, part in enumerate(rows.split(64))]
 
-# %% ../nbs/23_cram.ipynb #ccdd2b09
+# %% ../nbs/23_cram.ipynb #c306ba1e
 def make_trainer(
     recipe:Recipe,          # the run
     corpus:Corpus,          # its text
@@ -143,7 +143,7 @@ def make_trainer(
     if device.type == 'cuda': torch.set_float32_matmul_precision('high')
     precision = pick_precision(i, device)
     check_attention(i.attn_implementation, device.type, str(precision).removeprefix('torch.'))
-    torch.manual_seed(recipe.seed)
+    for seed in (torch.manual_seed, np.random.seed, random.seed): seed(recipe.seed)
     model = build_model(recipe.arch, recipe.data.vocab_size, corpus.tokenizer.pad_token_id, i.attn_implementation).to(device)
     batches = masked_rows(corpus, recipe, device)
     size = auto_microbatch(recipe, model, batches, device) if i.microbatch_size == 'auto' else int(i.microbatch_size)
