@@ -1,6 +1,6 @@
 """Raw text to score table, in three minutes or in twenty-four hours, by one command
 
-The whole recipe, raw text to score table, as one command: `cram`, `pretrain`, `eval` and `data` work, `runs` and `plot` look. A run lives in a folder that knows its recipe, can be stopped at any moment and goes on to the same weights, and ends in a report with a picture and scores beside blind answers. A user's mistake is told in one line, before anything expensive begins.
+The whole recipe, raw text to score table, as one command: `cram`, `pretrain`, `eval` and `data` work; `runs`, `plot` and `probe` look. A run lives in a folder that knows its recipe, can be stopped at any moment and goes on to the same weights, and ends in a report with a picture and scores beside blind answers. A user's mistake is told in one line, before anything expensive begins.
 
 Docs: https://cramnb.github.io/cramnb/cram.html.md"""
 
@@ -11,9 +11,9 @@ __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_f
            'masked_rows', 'heldout_batches', 'make_trainer', 'auto_microbatch', 'Interruptible', 'pretrain', 'open_log',
            'train_loop', 'finish', 'pretrain_table', 'write_report', 'data_verb', 'pretrain_verb', 'dry_run',
            'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks', 'check_start', 'cram_verb', 'runs_verb',
-           'plot_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
+           'plot_verb', 'probe_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
 
-# %% ../nbs/23_cram.ipynb #a3abcaa1
+# %% ../nbs/23_cram.ipynb #36fcb890
 import dataclasses, hashlib, json, os, random, shlex, shutil, signal, sys, tempfile, threading, time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -22,15 +22,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from .attention import check_attention
-from .checkpoint import Keeper, NotSaved, checkpoints
+from .checkpoint import Keeper, checkpoints
 from .distributed import Follower, LostRank, World, join_world, launcher, places, resume, spread
 from .finetune import evaluate_checkpoint, mean_score, quiet, score_table, summarise
 from .glue import LOCAL, load_task, local_suite, task_names
 from .masking import Masked, mask_tokens, microbatch_generator
 from .mlm import build_model, count_parameters, flops_per_token
 from .packing import Corpus, data_card, prepare_corpus, store_folder, write_json
+from .probe import fill_blank
 from .recipe import (GROUPS, PRESETS, CramError, Recipe, compose, diff, flat, from_dict, nearest, option_table, show_budget, tiny, to_dict)
 from .schedule import lr_factor
 from .train import (Trainer, Stopped, heldout_loss, mlm_loss, pick_device, pick_precision, probe_microbatch, unigram_entropy)
@@ -400,7 +402,7 @@ def dry_eval(recipe, corpus, checkpoint, bars, say):
         trials, _ = run_eval(dataclasses.replace(recipe, eval=ev), corpus, checkpoint, Path(scratch), bars)
     say(f"Dry run: two updates for each of {', '.join(t.task for t in trials)}. Nothing was kept.")
 
-# %% ../nbs/23_cram.ipynb #f6b77661
+# %% ../nbs/23_cram.ipynb #b0fd7bd5
 def check_tasks(recipe:Recipe):
     "Look at what the last stage needs before the first one starts: nobody wants to learn of a missing folder after a day."
     for name in task_names(recipe.eval.tasks):
@@ -411,9 +413,9 @@ def check_tasks(recipe:Recipe):
 
 def check_start(recipe:Recipe):
     "The same for training: folder, device, attention, schedule."
+    check_trackers(recipe)
     if not recipe.dryrun: check_folder(recipe)
     check_tasks(recipe)
-    check_trackers(recipe)
     lr_factor(recipe.train.scheduler, 0.0)
     device = pick_device(recipe.impl)
     check_attention(recipe.impl.attn_implementation, device.type, str(pick_precision(recipe.impl, device)).removeprefix('torch.'))
@@ -453,9 +455,20 @@ def plot_verb(words:list[str], say:Callable=print):
         for sign in diagnose(rows): say(f"{name}: {sign}")
     say(f"Picture: {path} ({', '.join(logs)})")
 
-# %% ../nbs/23_cram.ipynb #216a08ed
+# %% ../nbs/23_cram.ipynb #6ec97b9a
+def probe_verb(words:list[str], say:Callable=print):
+    "Fill the blanks of a text: probe [name=RUN] text='the [MASK] of the array'."
+    own = dict(w.split('=', 1) for w in words if w.startswith('text='))
+    _, recipe = read_command(['eval', *(w for w in words if not w.startswith('text='))])
+    checkpoint = _checkpoint(recipe, run_folder(recipe))
+    with quiet(): model, tokenizer = AutoModelForMaskedLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    text = own.get('text', f'returns the {tokenizer.mask_token} of the array .')
+    say(f'{checkpoint}: {text}')
+    for guesses in fill_blank(model, tokenizer, text): say('  ' + ', '.join(f'{token} {p:.1%}' for token, p in guesses))
+
+# %% ../nbs/23_cram.ipynb #d8ec89c7
 VERBS = dict(cram=cram_verb, pretrain=pretrain_verb, eval=eval_verb, data=data_verb)
-LOOKERS = dict(runs=runs_verb, plot=plot_verb)     # verbs that only look, and read their own words
+LOOKERS = dict(runs=runs_verb, plot=plot_verb, probe=probe_verb)     # verbs that only look, and read their own words
 
 def usage()->str:
     "What `cramnb --help` prints first."
