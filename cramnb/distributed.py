@@ -10,11 +10,10 @@ Docs: https://cramnb.github.io/cramnb/distributed.html.md"""
 __all__ = ['ShareOfLoss', 'LostRank', 'noticing', 'World', 'SentOnce', 'ParallelTrainer', 'spread', 'places', 'pick_backend',
            'join_world', 'Follower', 'resume', 'launcher']
 
-# %% ../nbs/13_distributed.ipynb #3d24e81b
+# %% ../nbs/13_distributed.ipynb #43effaf3
 import json, os, re, shlex, socket, time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from .recipe import CramError, Impl
 from .schedule import microbatches
 from .train import Trainer
 
-# %% ../nbs/13_distributed.ipynb #3c5bc751
+# %% ../nbs/13_distributed.ipynb #8bdaa8e4
 class ShareOfLoss(nn.Module):
     "The loss of this process's rows, weighted so that the mean over processes is the loss of the whole pass."
     def __init__(self, trainer:Trainer, world):     # a World, of the next section
@@ -39,7 +38,7 @@ class ShareOfLoss(nn.Module):
     def forward(self, batch:Masked)->Tensor:
         mine = Masked(*(None if t is None else t.chunk(self.world.size)[self.world.rank] for t in batch))
         asked, asked_here = ((b.labels != -100).sum() for b in (batch, mine))
-        return self.loss(self.model, mine) * (asked_here*self.world.size/asked)
+        return self.loss(self.model, mine) * (asked_here*self.world.size/asked.clamp(min=1))
 
 # %% ../nbs/13_distributed.ipynb #21545525
 class LostRank(RuntimeError):
