@@ -10,8 +10,8 @@ Docs: https://cramnb.github.io/cramnb/distributed.html.md"""
 __all__ = ['ShareOfLoss', 'LostRank', 'noticing', 'World', 'SentOnce', 'ParallelTrainer', 'spread', 'places', 'pick_backend',
            'join_world', 'Follower', 'resume', 'launcher']
 
-# %% ../nbs/13_distributed.ipynb #43effaf3
-import json, os, re, shlex, socket, time
+# %% ../nbs/13_distributed.ipynb #da76a1c7
+import json, os, re, socket, time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
