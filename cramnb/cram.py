@@ -9,7 +9,7 @@ Docs: https://cramnb.github.io/cramnb/cram.html.md"""
 # %% auto #0
 __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_folder', 'open_run', 'free_name', 'alone',
            'masked_rows', 'heldout_batches', 'make_trainer', 'auto_microbatch', 'Interruptible', 'pretrain', 'open_log',
-           'train_loop', 'finish', 'pretrain_table', 'write_report', 'data_verb', 'pretrain_verb', 'dry_run',
+           'measure', 'train_loop', 'finish', 'pretrain_table', 'write_report', 'data_verb', 'pretrain_verb', 'dry_run',
            'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks', 'check_start', 'cram_verb', 'runs_verb',
            'plot_verb', 'probe_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
 
@@ -130,11 +130,12 @@ def heldout_batches(
     return [mask_tokens(part, mlm_probability=mlm_probability, mask_token_id=corpus.tokenizer.mask_token_id, vocab_size=recipe.data.vocab_size,
                         generator=microbatch_generator(0, i)) for i, part in enumerate(rows.split(64))]
 
-# %% ../nbs/23_cram.ipynb #c306ba1e
+# %% ../nbs/23_cram.ipynb #5b968ba3
 def make_trainer(
     recipe:Recipe,          # the run
     corpus:Corpus,          # its text
     should_stop:Callable[[], bool]=lambda: False,  # asked between two passes
+    say:Callable[[str], None]=lambda text: None,   # told what a person should know
 )->Trainer:
     "Model, optimizer and data of a recipe, ready to go."
     i, device = recipe.impl, pick_device(recipe.impl)
@@ -151,15 +152,20 @@ def make_trainer(
     size = auto_microbatch(recipe, model, batches, device) if i.microbatch_size == 'auto' else int(i.microbatch_size)
     train = dataclasses.replace(recipe.train, batch_size=min(recipe.train.batch_size, 2*size)) if recipe.dryrun else recipe.train
     return Trainer(model, train, batches, budget=recipe.budget, microbatch_size=size, precision=precision,
-                   compile_torch=i.compile_torch and device.type == 'cuda', should_stop=should_stop)
+                   compile_torch=i.compile_torch and device.type == 'cuda', should_stop=should_stop, say=say)
 
 def auto_microbatch(recipe, model, batches, device)->int:
     "On a CPU 32, which fits its caches; on a GPU the fastest that fits, tried before the clock starts."
     if device.type == 'cpu': return min(32, recipe.train.batch_size)
+    precision = pick_precision(recipe.impl, device)
+    averages = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]      # room that the optimizer will need
     def one_pass(n):
-        with torch.autocast(device.type, pick_precision(recipe.impl, device)): mlm_loss(model, batches(0, n, 0)).backward()
+        with torch.autocast(device.type, precision, enabled=precision != torch.float32): mlm_loss(model, batches(0, n, 0)).backward()
         model.zero_grad(set_to_none=True)
-    return probe_microbatch(one_pass, min(recipe.train.batch_size, 1024), device)
+    try: return probe_microbatch(one_pass, recipe.train.batch_size, device, largest=1024)
+    finally:
+        averages.clear()
+        model.zero_grad(set_to_none=True)
 
 # %% ../nbs/23_cram.ipynb #edfc4c95
 class Interruptible:
@@ -182,7 +188,7 @@ class Interruptible:
     def __exit__(self, *_):
         for s, handler in self.before.items(): signal.signal(s, handler)
 
-# %% ../nbs/23_cram.ipynb #061973a3
+# %% ../nbs/23_cram.ipynb #e04e747b
 def pretrain(
     recipe:Recipe,          # the run
     corpus:Corpus,          # its text
@@ -194,7 +200,7 @@ def pretrain(
     "Train until the budget is spent, with checkpoints; goes on from the last one. Raises Stopped when interrupted, LostRank when another process has died."
     say, progress, i = world.only_first(say), world.only_first(progress), recipe.impl
     with Interruptible(world.size > 1) as signals, Trackers(recipe, folder, say) as trackers:
-        trainer = spread(make_trainer(recipe, corpus, lambda: signals.asked), world)
+        trainer = spread(make_trainer(recipe, corpus, lambda: signals.asked, say), world)
         extra = resume(folder/'checkpoints', trainer, world, say) or {}
         if extra: say(f"Going on at {100*trainer.progress():.0f} % of the budget, after {trainer.state.update} updates.")
         held = heldout_batches(corpus, recipe)
@@ -215,7 +221,7 @@ def pretrain(
     if signals.asked: raise KeyboardInterrupt     # too late to stop the training, in time to stop what follows
     return summary
 
-# %% ../nbs/23_cram.ipynb #26637067
+# %% ../nbs/23_cram.ipynb #7593b771
 def open_log(recipe, trainer, folder, trackers, say)->Log:
     "The log, cut back to the checkpoint; what the machine does is put beside each row, and the trackers are told."
     log = Log(folder/'metrics.jsonl', trainer.state.update, tell=trackers.write)
@@ -225,13 +231,22 @@ def open_log(recipe, trainer, folder, trackers, say)->Log:
     trackers.open(log)
     return log
 
+def measure(train, trainer, held)->float:
+    "Held-out loss, on the clock of the budget where the recipe says so; ends a run that was to be ended early. Raises CramError."
+    began = trainer.clock()
+    loss = heldout_loss(trainer.model, held, trainer.precision)
+    if train.count_eval: trainer.state.elapsed += trainer.clock() - began
+    if train.early_termination and trainer.state.elapsed >= train.early_hours*3600 and not loss < train.early_loss:
+        raise CramError(f"train.early_termination: after {trainer.state.elapsed/3600:.3g} hours the held-out loss is {loss:.2f}, not below {train.early_loss}: the run is stopped; its checkpoints are kept.")
+    return loss
+
 def train_loop(recipe, trainer, log, held, keep, progress):
     "Drive the trainer: log each update, measure held-out loss and save now and then."
     every, saved = recipe.train.eval_every, time.monotonic()
     measured = sum('heldout' in r for r in log.rows)       # told by the log, so that a resumed run measures where an unbroken one does
     last = next((r['heldout'] for r in reversed(log.rows) if 'heldout' in r), None)
     for row in trainer.updates():
-        if row['progress'] >= every*(measured+1) - 1e-9: row['heldout'], measured = heldout_loss(trainer.model, held, trainer.precision), measured+1
+        if row['progress'] >= every*(measured+1) - 1e-9: row['heldout'], measured = measure(recipe.train, trainer, held), measured+1
         last = row.get('heldout', last)
         progress('pretraining', 100*trainer.progress(), 100, **notes_of(log.write(row), last))
         if time.monotonic() - saved > recipe.impl.save_every*60 or keep.is_best(row.get('heldout')): keep(row.get('heldout')); saved = time.monotonic()
@@ -255,11 +270,17 @@ def finish(recipe, corpus, folder, trainer, found)->dict:
     write_json(folder/'pretrain.json', summary)
     return summary
 
-# %% ../nbs/23_cram.ipynb #ad249c79
+# %% ../nbs/23_cram.ipynb #ad2735b0
 def _hardware(s):
     "What the machine did meanwhile, as far as it tells."
     parts = [form.format(s[k]) for k, form in dict(tflops='{:.3g} TFLOP/s', peak_share="{:.0%} of the card's peak", memory_gb='{:.1f} GB', energy_kwh='{:.3g} kWh').items() if s.get(k) is not None]
     return f" ({', '.join(parts)})" if parts else ''
+
+def _counted(train):
+    "What the budget holds besides training."
+    inside = [word for word, counts in (('compiling', train.count_compile), ('measuring', train.count_eval)) if counts]
+    outside = [word for word in ('compiling', 'measuring', 'saving') if word not in inside]
+    return f"{' and '.join(inside).capitalize() or 'Nothing but training'} {'are' if len(inside) > 1 else 'is'} inside the budget; {' and '.join(outside)} {'are' if len(outside) > 1 else 'is'} outside."
 
 def pretrain_table(
     summary:dict,           # of pretrain.json
@@ -272,7 +293,7 @@ def pretrain_table(
             ('tokens per second', f"{s['tokens_per_second']:,.0f}{_hardware(s)}"), ('FLOPs spent', f"{s['flops']:.3g}"), ('training loss, last updates', f"{s['loss']:.3f}"),
             ('held-out loss at the start', f"{s['first_heldout']:.3f}"), ('**held-out loss**', f"**{s['heldout']:.3f}**"), ('unigram entropy of the same tokens', f"{s['unigram']:.3f}"),
             ('below the unigram entropy', f"{s['unigram']-s['heldout']:.3f} nats")]
-    return '\n'.join(['| pretraining | |', '|---|---|', *(f'| {k} | {v} |' for k, v in rows), '', 'Held-out losses are measured with 15 % of the tokens masked; measuring and saving are outside the budget.'])
+    return '\n'.join(['| pretraining | |', '|---|---|', *(f'| {k} | {v} |' for k, v in rows), '', f'Held-out losses are measured with 15 % of the tokens masked. {_counted(recipe.train)}'])
 
 def write_report(
     recipe:Recipe,          # of the run
