@@ -4,6 +4,7 @@
 - `cramnb.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
 - `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
 - `cramnb.cram`: Raw text to score table, in three minutes or in twenty-four hours, by one command
+- `cramnb.distributed`: The same run on two cards, with the same numbers, and nobody left hanging
 - `cramnb.encoder`: Positions, norms, gates and a stream that every layer adds to: the encoder of crammed-BERT
 - `cramnb.finetune`: One set of hyper-parameters, five epochs at most, several seeds, and the median
 - `cramnb.glue`: The GLUE tasks, their numbers, and a suite made from your own text

@@ -9,14 +9,15 @@ Docs: https://cramnb.github.io/cramnb/cram.html.md"""
 # %% auto #0
 __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_folder', 'open_run', 'free_name', 'alone',
            'masked_rows', 'heldout_batches', 'make_trainer', 'auto_microbatch', 'Interruptible', 'pretrain', 'open_log',
-           'train_loop', 'finish', 'pretrain_table', 'write_report', 'wants_local', 'data_verb', 'pretrain_verb',
-           'dry_run', 'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks', 'check_start', 'cram_verb',
-           'runs_verb', 'plot_verb', 'probe_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
+           'measure', 'train_loop', 'finish', 'pretrain_table', 'write_report', 'wants_local', 'data_verb',
+           'pretrain_verb', 'dry_run', 'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks',
+           'check_start', 'cram_verb', 'runs_verb', 'plot_verb', 'probe_verb', 'usage', 'verb_help', 'read_command',
+           'latest_run', 'go_on', 'main']
 
-# %% ../nbs/23_cram.ipynb #5e8fb4ec
-import dataclasses, hashlib, json, os, shlex, shutil, signal, sys, tempfile, threading, time
+# %% ../nbs/23_cram.ipynb #8f868f18
+import dataclasses, hashlib, json, os, random, shlex, shutil, signal, sys, tempfile, threading, time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +26,13 @@ from filelock import FileLock, Timeout
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from .attention import check_attention
-from .checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from .checkpoint import Keeper, checkpoints
+from .distributed import Follower, LostRank, World, join_world, launcher, places, resume, spread
 from .finetune import evaluate_checkpoint, load_tokenizer, mean_score, plot_scores, quiet, score_table, summarise, within_rules
 from .glue import LOCAL, load_tasks, local_suite, task_folder, task_names
 from .masking import Masked, mask_rate_at, mask_tokens, microbatch_generator
 from .mlm import build_model, count_parameters, flops_per_token
-from .packing import Corpus, data_card, prepare_corpus, write_json
+from .packing import Corpus, data_card, prepare_corpus, store_folder, write_json
 from .probe import fill_blank
 from .recipe import (GROUPS, PRESETS, CramError, Recipe, compose, diff, flat, from_dict, nearest, option_table, show_budget, tiny, to_dict)
 from .schedule import lr_factor
@@ -59,7 +61,7 @@ def read_recipe(
     except ValueError as e: raise CramError(f"{folder/'recipe.json'} is damaged ({e}): choose another name, or fresh=True to start over.") from None
     return from_dict(values)
 
-# %% ../nbs/23_cram.ipynb #3ec77794
+# %% ../nbs/23_cram.ipynb #f6c4dae6
 def check_folder(
     recipe:Recipe,          # of the run
 )->Path:                    # its folder, which need not be there yet
@@ -71,8 +73,8 @@ def check_folder(
         raise CramError(f"name={recipe.name}: {folder} is there and holds no run of cramnb: choose another name.")
     begun = finished(folder) or checkpoints(folder/'checkpoints')
     if recipe.fresh or not begun: return folder
-    changed = [k for k in diff(read_recipe(folder), recipe) if k.split('.')[0] in ('arch', 'data', 'train', 'seed', 'budget')]
-    if changed: raise CramError(f"name={recipe.name}: {folder} holds a run with another recipe ({', '.join(changed[:5])} differ): choose another name, or fresh=True to throw it away.")
+    changed = [f'{k} was {a} and is now {b}' for k, (a, b) in diff(read_recipe(folder), recipe).items() if k.split('.')[0] in ('arch', 'data', 'train', 'seed', 'budget')]
+    if changed: raise CramError(f"name={recipe.name}: {folder} holds a run with another recipe ({'; '.join(changed[:5])}): choose another name, or fresh=True to throw it away.")
     return folder
 
 def open_run(
@@ -132,11 +134,12 @@ def heldout_batches(
     return [mask_tokens(part, mlm_probability=mlm_probability, mask_token_id=corpus.tokenizer.mask_token_id, vocab_size=recipe.data.vocab_size,
                         generator=microbatch_generator(0, i)) for i, part in enumerate(rows.split(64))]
 
-# %% ../nbs/23_cram.ipynb #fb3f81a3
+# %% ../nbs/23_cram.ipynb #f4ea00ee
 def make_trainer(
     recipe:Recipe,          # the run
     corpus:Corpus,          # its text
     should_stop:Callable[[], bool]=lambda: False,  # asked between two passes
+    say:Callable[[str], None]=lambda text: None,   # told what a person should know
 )->Trainer:
     "Model, optimizer and data of a recipe, ready to go."
     i, device = recipe.impl, pick_device(recipe.impl)
@@ -147,64 +150,82 @@ def make_trainer(
     if device.type == 'cuda': torch.set_float32_matmul_precision('high')
     precision = pick_precision(i, device)
     check_attention(i.attn_implementation, device.type, str(precision).removeprefix('torch.'), recipe.arch.attention_probs_dropout_prob*recipe.train.dropout)
-    torch.manual_seed(recipe.seed)
+    for seed in (torch.manual_seed, np.random.seed, random.seed): seed(recipe.seed)
     model = build_model(recipe.arch, recipe.data.vocab_size, corpus.tokenizer.pad_token_id, i.attn_implementation, i.loss_chunk_size).to(device)
     batches = masked_rows(corpus, recipe, device)
     size = auto_microbatch(recipe, model, batches, device) if i.microbatch_size == 'auto' else int(i.microbatch_size)
     train = dataclasses.replace(recipe.train, batch_size=min(recipe.train.batch_size, 2*size)) if recipe.dryrun else recipe.train
     return Trainer(model, train, batches, budget=recipe.budget, microbatch_size=size, precision=precision,
-                   compile_torch=i.compile_torch and device.type == 'cuda', should_stop=should_stop)
+                   compile_torch=i.compile_torch and device.type == 'cuda', should_stop=should_stop, say=say)
 
 def auto_microbatch(recipe, model, batches, device)->int:
     "On a CPU 32, which fits its caches; on a GPU the fastest that fits, tried before the clock starts."
     if device.type == 'cpu': return min(32, recipe.train.batch_size)
+    precision = pick_precision(recipe.impl, device)
+    averages = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]      # room that the optimizer will need
     def one_pass(n):
-        with torch.autocast(device.type, pick_precision(recipe.impl, device)): mlm_loss(model, batches(0, n, 0)).backward()
+        with torch.autocast(device.type, precision, enabled=precision != torch.float32): mlm_loss(model, batches(0, n, 0)).backward()
         model.zero_grad(set_to_none=True)
-    return probe_microbatch(one_pass, min(recipe.train.batch_size, 1024), device)
+    try: return probe_microbatch(one_pass, recipe.train.batch_size, device, largest=1024)
+    finally:
+        averages.clear()
+        model.zero_grad(set_to_none=True)
 
-# %% ../nbs/23_cram.ipynb #0fc8d48d
+# %% ../nbs/23_cram.ipynb #edfc4c95
 class Interruptible:
     "While pretraining, Ctrl-C and SIGTERM only raise a flag; the loop stops between two passes and saves. A second one ends at once."
+    def __init__(self, torchrun:bool=False): self.torchrun = torchrun       # which passes each signal on: the same one may come twice
+
     def __enter__(self):
         self.asked, here = False, threading.current_thread() is threading.main_thread()    # Python allows it nowhere else
         self.before = {s: signal.signal(s, self.ask) for s in (signal.SIGINT, signal.SIGTERM)} if here else {}
         return self
 
     def ask(self, number, frame):
-        if self.asked: raise KeyboardInterrupt
-        self.asked = True
+        if self.asked and not (self.torchrun and time.monotonic() - self.since < 2): raise KeyboardInterrupt
+        if self.asked: return
+        self.asked, self.since = True, time.monotonic()
+        if self.torchrun: return
+        for s in self.before: signal.signal(s, signal.SIG_DFL)     # even where Python itself is not running
+        os.write(2, b'\nStopping after this pass, then saving. A second signal ends at once.\n')      # print is not safe in here
 
     def __exit__(self, *_):
         for s, handler in self.before.items(): signal.signal(s, handler)
 
-# %% ../nbs/23_cram.ipynb #4bee1082
+# %% ../nbs/23_cram.ipynb #e04e747b
 def pretrain(
     recipe:Recipe,          # the run
     corpus:Corpus,          # its text
     folder:Path,            # of the run
     progress:Callable=lambda *_, **__: None,  # progress(stage, done, total, **notes)
     say:Callable=print,     # told what a person should know
+    world:World=World(),    # the processes that share the work
 )->dict:                    # what the report needs
-    "Train until the budget is spent, with checkpoints; goes on from the last one. Raises Stopped when interrupted."
-    with Interruptible() as signals, Trackers(recipe, folder, say) as trackers:
-        trainer = make_trainer(recipe, corpus, lambda: signals.asked)
-        extra = load_checkpoint(folder/'checkpoints', trainer, say) or {}
+    "Train until the budget is spent, with checkpoints; goes on from the last one. Raises Stopped when interrupted, LostRank when another process has died."
+    say, progress, i = world.only_first(say), world.only_first(progress), recipe.impl
+    with Interruptible(world.size > 1) as signals, Trackers(recipe, folder, say) as trackers:
+        trainer = spread(make_trainer(recipe, corpus, lambda: signals.asked, say), world)
+        extra = resume(folder/'checkpoints', trainer, world, say) or {}
         if extra: say(f"Going on at {100*trainer.progress():.0f} % of the budget, after {trainer.state.update} updates.")
-        log, held = open_log(recipe, trainer, folder, trackers, say), heldout_batches(corpus, recipe)
+        held = heldout_batches(corpus, recipe)
         first = extra.get('first_heldout') or heldout_loss(trainer.model, held, trainer.precision)
-        keep = lambda: save_checkpoint(folder/'checkpoints', trainer, recipe.impl.keep_checkpoints, dict(first_heldout=first))
+        log = open_log(recipe, trainer, folder, trackers, say) if world.is_first else None
+        rows = world.share(log.rows if log else None)
+        log = log or Follower(rows)
+        beside = lambda: dict(first_heldout=first, microbatch_size=trainer.microbatch_size, processes=world.size, log_rows=len(log.rows), recipe=to_dict(recipe))
+        keep = Keeper(folder/'checkpoints', trainer, i.keep_checkpoints, i.keep_best, say, beside) if world.is_first else log
         try: train_loop(recipe, trainer, log, held, keep, progress)
         except Stopped:
-            keep()
+            keep(must=True)
             raise Stopped(f"Stopped at {100*trainer.progress():.0f} % of the budget; the checkpoint is saved in {folder/'checkpoints'}.") from None
+        if not world.is_first: return {}
         last = heldout_loss(trainer.model, held, trainer.precision)
         summary = trackers.summary = finish(recipe, corpus, folder, trainer, dict(first_heldout=first, heldout=last, losses=log.rows[-50:], unigram=unigram_entropy(
             corpus.rows[:20_000], held, recipe.data.vocab_size)))
     if signals.asked: raise KeyboardInterrupt     # too late to stop the training, in time to stop what follows
     return summary
 
-# %% ../nbs/23_cram.ipynb #7aabd67c
+# %% ../nbs/23_cram.ipynb #7593b771
 def open_log(recipe, trainer, folder, trackers, say)->Log:
     "The log, cut back to the checkpoint; what the machine does is put beside each row, and the trackers are told."
     log = Log(folder/'metrics.jsonl', trainer.state.update, tell=trackers.write)
@@ -214,16 +235,25 @@ def open_log(recipe, trainer, folder, trackers, say)->Log:
     trackers.open(log)
     return log
 
+def measure(train, trainer, held)->float:
+    "Held-out loss, on the clock of the budget where the recipe says so; ends a run that was to be ended early. Raises CramError."
+    began = trainer.clock()
+    loss = heldout_loss(trainer.model, held, trainer.precision)
+    if train.count_eval: trainer.state.elapsed += trainer.clock() - began
+    if train.early_termination and trainer.state.elapsed >= train.early_hours*3600 and not loss < train.early_loss:
+        raise CramError(f"train.early_termination: after {trainer.state.elapsed/3600:.3g} hours the held-out loss is {loss:.2f}, not below {train.early_loss}: the run is stopped; its checkpoints are kept.")
+    return loss
+
 def train_loop(recipe, trainer, log, held, keep, progress):
     "Drive the trainer: log each update, measure held-out loss and save now and then."
     every, saved = recipe.train.eval_every, time.monotonic()
     measured = sum('heldout' in r for r in log.rows)       # told by the log, so that a resumed run measures where an unbroken one does
     last = next((r['heldout'] for r in reversed(log.rows) if 'heldout' in r), None)
     for row in trainer.updates():
-        if row['progress'] >= every*(measured+1) - 1e-9: row['heldout'], measured = heldout_loss(trainer.model, held, trainer.precision), measured+1
+        if row['progress'] >= every*(measured+1) - 1e-9: row['heldout'], measured = measure(recipe.train, trainer, held), measured+1
         last = row.get('heldout', last)
         progress('pretraining', 100*trainer.progress(), 100, **notes_of(log.write(row), last))
-        if time.monotonic() - saved > recipe.impl.save_every*60: keep(); saved = time.monotonic()
+        if time.monotonic() - saved > recipe.impl.save_every*60 or keep.is_best(row.get('heldout')): keep(row.get('heldout')); saved = time.monotonic()
         if recipe.dryrun and row['update'] >= 2: return
     keep()
 
@@ -244,11 +274,17 @@ def finish(recipe, corpus, folder, trainer, found)->dict:
     write_json(folder/'pretrain.json', summary)
     return summary
 
-# %% ../nbs/23_cram.ipynb #f354139e
+# %% ../nbs/23_cram.ipynb #66adbbf1
 def _hardware(s):
     "What the machine did meanwhile, as far as it tells."
     parts = [form.format(s[k]) for k, form in dict(tflops='{:.3g} TFLOP/s', peak_share="{:.0%} of the card's peak", memory_gb='{:.1f} GB', energy_kwh='{:.3g} kWh').items() if s.get(k) is not None]
     return f" ({', '.join(parts)})" if parts else ''
+
+def _counted(train):
+    "What the budget holds besides training."
+    inside = [word for word, counts in (('compiling', train.count_compile), ('measuring', train.count_eval)) if counts]
+    outside = [word for word in ('compiling', 'measuring', 'saving') if word not in inside]
+    return f"{' and '.join(inside).capitalize() or 'Nothing but training'} {'are' if len(inside) > 1 else 'is'} inside the budget; {' and '.join(outside)} {'are' if len(outside) > 1 else 'is'} outside."
 
 def pretrain_table(
     summary:dict,           # of pretrain.json
@@ -261,7 +297,7 @@ def pretrain_table(
             ('tokens per second', f"{s['tokens_per_second']:,.0f}{_hardware(s)}"), ('FLOPs spent', f"{s['flops']:.3g}"), ('training loss, last updates', f"{s['loss']:.3f}"),
             ('held-out loss at the start', f"{s['first_heldout']:.3f}"), ('**held-out loss**', f"**{s['heldout']:.3f}**"), ('unigram entropy of the same tokens', f"{s['unigram']:.3f}"),
             ('below the unigram entropy', f"{s['unigram']-s['heldout']:.3f} nats")]
-    return '\n'.join(['| pretraining | |', '|---|---|', *(f'| {k} | {v} |' for k, v in rows), '', 'Held-out losses are measured with 15 % of the tokens masked; measuring and saving are outside the budget.'])
+    return '\n'.join(['| pretraining | |', '|---|---|', *(f'| {k} | {v} |' for k, v in rows), '', f'Held-out losses are measured with 15 % of the tokens masked. {_counted(recipe.train)}'])
 
 def write_report(
     recipe:Recipe,          # of the run
@@ -314,38 +350,50 @@ def _model(folder, recipe):
     if not (folder/'model').is_dir(): raise CramError(f"{folder} holds no trained model: run `cramnb pretrain name={folder.name}` first, or name a folder with eval.checkpoint=FOLDER.")
     return folder/'model'
 
-# %% ../nbs/23_cram.ipynb #c43bf76d
+# %% ../nbs/23_cram.ipynb #eb3aaa7e
 def data_verb(recipe:Recipe, bars:Bars, say:Callable=print):
     "Prepare a corpus and show its data card."
     say((_corpus(recipe, bars, say).folder/'README.md').read_text(encoding='utf-8'))
 
 def pretrain_verb(recipe:Recipe, bars:Bars, say:Callable=print):
-    "Prepare the corpus if need be, then pretrain."
-    check_start(recipe)
-    corpus = _corpus(recipe, bars, say)
-    if recipe.dryrun: return dry_run(recipe, corpus, bars, say)
-    folder = _train(recipe, corpus, bars, say)
+    "Prepare the corpus if need be, then pretrain; in several processes where torchrun has started them."
+    with join_world(recipe.impl) as world:
+        say = world.only_first(say)
+        recipe, corpus = _start(recipe, bars, say, world)
+        if recipe.dryrun: return dry_run(recipe, corpus, bars, say, world)
+        folder = _train(recipe, corpus, bars, say, world)
+    if not world.is_first: return
     report = folder/'report.md' if (folder/'report.md').exists() else write_report(recipe, folder, corpus)
     say(f"\n{pretrain_table(json.loads((folder/'pretrain.json').read_text()), recipe)}\n\nReport: {report}\nModel:  {folder/'model'}")
 
-def _train(recipe, corpus, bars, say)->Path:
+def _start(recipe, bars, say, world):
+    "Check, name the run and prepare the corpus: the first process, while the others wait. Returns recipe and corpus."
+    def work():
+        if world.is_first: check_start(recipe)
+        else: world.sees(store_folder(recipe.data, Path(recipe.impl.path).expanduser())/'card.json')
+        return _corpus(recipe, bars, say)
+    corpus = world.first_then_rest(work)
+    return dataclasses.replace(recipe, name=world.share(recipe.name)), corpus
+
+def _train(recipe, corpus, bars, say, world)->Path:
     "Open the run and train it, unless that was done before."
-    with alone(run_folder(recipe)):
-        folder = open_run(recipe)
-        if finished(folder): say(f"{folder} is trained already: give another name, or fresh=True to start over.")
-        else: pretrain(recipe, corpus, folder, bars, say)
+    folder = run_folder(recipe)
+    with alone(folder) if world.is_first else nullcontext():
+        done = world.share(finished(open_run(recipe)) if world.is_first else None)
+        if done: say(f"{folder} is trained already: give another name, or fresh=True to start over.")
+        else: pretrain(recipe, corpus, folder, bars, say, world)
     bars.close()
     return folder
 
-# %% ../nbs/23_cram.ipynb #fda673c8
-def dry_run(recipe, corpus, bars, say):
+# %% ../nbs/23_cram.ipynb #ce8e1851
+def dry_run(recipe, corpus, bars, say, world=World()):
     "Two small updates in a temporary folder: does it all fit together?"
     recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, eval_rows=min(recipe.train.eval_rows, 64)))
     with tempfile.TemporaryDirectory() as scratch:
-        try: summary = pretrain(recipe, corpus, Path(scratch), bars, say)
+        try: summary = pretrain(recipe, corpus, Path(scratch), bars, say, world)
         except Stopped: raise KeyboardInterrupt from None      # there is nothing to go on with
     bars.close()
-    say(f"Dry run: {summary['updates']} updates, {summary['parameters']:,} parameters, loss {summary['loss']:.2f}. Nothing was kept.")
+    if world.is_first: say(f"Dry run: {summary['updates']} updates, {summary['parameters']:,} parameters, loss {summary['loss']:.2f}. Nothing was kept.")
 
 # %% ../nbs/23_cram.ipynb #4276a934
 def protocol_key(
@@ -413,16 +461,18 @@ def check_start(recipe:Recipe):
     precision = str(pick_precision(recipe.impl, device)).removeprefix('torch.')
     check_attention(recipe.impl.attn_implementation, device.type, precision, recipe.arch.attention_probs_dropout_prob*recipe.train.dropout)
 
-# %% ../nbs/23_cram.ipynb #d64415ce
+# %% ../nbs/23_cram.ipynb #1b0eed8d
 def cram_verb(recipe:Recipe, bars:Bars, say:Callable=print):
     "Raw text to score report."
     if recipe.eval.checkpoint != 'latest': raise CramError(f"eval.checkpoint={recipe.eval.checkpoint} is for `cramnb eval`; `cramnb cram` scores the model it trains.")
-    check_start(recipe)
-    corpus = _corpus(recipe, bars, say)
-    suite = _suite(recipe, corpus)
-    load_tasks(recipe.eval, suite)     # now, not after a day
-    if recipe.dryrun: return dry_run(recipe, corpus, bars, say)
-    folder = _train(recipe, corpus, bars, say)
+    with join_world(recipe.impl) as world:
+        say = world.only_first(say)
+        recipe, corpus = _start(recipe, bars, say, world)
+        suite = _suite(recipe, corpus)
+        if world.is_first: load_tasks(recipe.eval, suite)     # now, not after a day
+        if recipe.dryrun: return dry_run(recipe, corpus, bars, say, world)
+        folder = _train(recipe, corpus, bars, say, world)
+    if not world.is_first: return         # the exam is short, and one card's work
     trials, _ = run_eval(recipe, corpus, _checkpoint(recipe, folder), folder, bars)
     report = write_report(recipe, folder, corpus, trials)
     s = json.loads((folder/'pretrain.json').read_text())
@@ -476,7 +526,7 @@ def verb_help(verb:str)->str:
     lines += [f"  {k:<38}{v or '(empty)':<28} {m}" for k, v, m in option_table(tiny())]
     return '\n'.join(lines)
 
-# %% ../nbs/23_cram.ipynb #597253b2
+# %% ../nbs/23_cram.ipynb #7052cf10
 def read_command(
     argv:list[str],         # words after `cramnb`
 )->tuple[str,Recipe]:       # verb, recipe
@@ -504,29 +554,35 @@ def go_on(
 )->str:                     # the command that continues
     "How to continue what was stopped."
     words = [w for w in words if not w.lstrip('+-').startswith(('fresh=', 'name='))]
-    return shlex.join(['cramnb', verb, f'name={recipe.name}', *words])
+    return f"{launcher()} {shlex.join([verb, f'name={recipe.name}', *words])}"
 
-# %% ../nbs/23_cram.ipynb #7e945698
+# %% ../nbs/23_cram.ipynb #b375704f
 def main(
     argv:list[str]|None=None,  # words after `cramnb`; None reads the command line
 )->int:                        # exit code
     "The command `cramnb`: 0 when done or cleanly stopped, 2 for a mistake of the user, told in one line."
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ('-h', '--help', 'help'): print(usage()); return 0
-    bars, recipe = Bars(), None
+    bars, recipe, first = Bars(), None, True
     try:
+        first = places()['rank'] == 0       # of several processes one speaks
         if {'-h', '--help'} & set(argv) and argv[0] in {**VERBS, **LOOKERS}: print(verb_help(argv[0])); return 0
         if argv[0] in LOOKERS: LOOKERS[argv[0]](argv[1:]); return 0
         verb, recipe = read_command(argv)
-        VERBS[verb](recipe, bars)
+        if first or verb in ('pretrain', 'cram'): VERBS[verb](recipe, bars)
         return 0
     except Stopped as e: message = str(e)
     except KeyboardInterrupt: message = f"Stopped{' while ' + bars.stage if bars.stage else ''}; what was finished is kept."
+    except LostRank as e:
+        bars.close()
+        print(f"cramnb: {e} Continue with: {go_on(argv[0], recipe, argv[1:])}", file=sys.stderr)
+        return 1
     except (CramError, OSError, torch.OutOfMemoryError) as e:
         bars.close()
+        if not first and recipe is None: return 2       # the first one says it
         if isinstance(e, torch.OutOfMemoryError): e = f"The card is out of memory: give a smaller impl.microbatch_size, or a smaller model. ({str(e).splitlines()[0]})"
         print(f"cramnb: {e}", file=sys.stderr)
         return 2
     bars.close()
-    print(f"\n{message}" + (f" Continue with: {go_on(argv[0], recipe, argv[1:])}" if recipe else ''), file=sys.stderr)
+    if first: print(f"\n{message}" + (f" Continue with: {go_on(argv[0], recipe, argv[1:])}" if recipe else ''), file=sys.stderr)
     return 0

@@ -107,16 +107,16 @@ class Data:
                           'reverse-word-length-curriculum', 'reverse-unigram-curriculum', 'reverse-fragment-curriculum')  # order of the rows, chapter 03
     max_rows:int = 0                       # keep so many rows, the first of the order (0: all)
 
-# %% ../nbs/00_recipe.ipynb #1b0db885
+# %% ../nbs/00_recipe.ipynb #5210ff45
 @dataclass
 class Train:
     "Pretraining. The defaults are the recipe bert-o4 of the original (paper section 4.3)."
-    optimizer:str = one_of('adamw', 'muon', 'adam', 'radam', 'sgd', 'adafactor', 'lion')  # see chapter 09
+    optimizer:str = one_of('adamw', 'muon', 'adam', 'radam', 'sgd', 'adafactor', 'lion', 'adamw8bit')  # see chapter 09
     lr:float = 1e-3                        # peak learning rate (of AdamW's part where the optimizer is muon)
     muon_lr:float = 0.02                   # peak learning rate of the matrices under Muon
     betas:list[float] = field(default_factory=lambda: [0.9, 0.98])  # decay of Adam's two averages
     eps:float = 1e-12                      # added to Adam's denominator
-    weight_decay:float = 0.01              # decoupled, on matrices only
+    weight_decay:float = 0.01              # on matrices only; decoupled but with adam and sgd
     momentum:float = 0.9                   # of SGD; Muon uses 0.95
     gradient_clipping:float = 0.5          # largest global gradient norm (0: off)
     scheduler:str = 'budget-triangle2'     # shape of the learning rate over the budget, chapter 10
@@ -124,6 +124,7 @@ class Train:
     cooldown:float = 0.0                   # share of the budget to cool down
     batch_size:int = 8192                  # sequences per update
     batch_size_ramp:float = 0.6            # share of the budget over which the batch grows (0: off)
+    average:str = one_of('tokens', 'passes')  # an update averages over all asked tokens, or over the means of its passes (the original)
     mlm_probability:float = 0.25           # share of each row that is hidden
     mlm_probability_end:float = 0.0        # share at the end of the budget, reached in a straight line (0: the same all the time)
     use_80_20_rule:bool = True             # 80 % [MASK], 10 % random, 10 % kept; otherwise all [MASK]
@@ -135,7 +136,12 @@ class Train:
     max_updates:int = 0                    # the budget where progress=updates
     eval_every:float = 0.1                 # measure held-out loss each time this share of the budget has passed
     eval_rows:int = 512                    # rows of the held-out measurement
+    count_eval:bool = False                # measuring the held-out loss counts as training time
+    count_compile:bool = True              # compiling counts as training time, as in the original
     max_skipped:int = 50                   # non-finite updates in a row before the run stops
+    early_termination:bool = False         # end a run that goes nowhere: see the next two
+    early_hours:float = 3.0                # early_termination: hours of the budget after which it must have learnt something
+    early_loss:float = 6.0                 # early_termination: held-out loss it must be below by then
 
 # %% ../nbs/00_recipe.ipynb #0c0f7eb2
 @dataclass
@@ -167,7 +173,7 @@ class Eval:
     start_at_mean:bool = True              # a regression head begins at the mean label; the original begins at 0
     save_models:bool = False               # keep each fine-tuned model beside its score
 
-# %% ../nbs/00_recipe.ipynb #edbf9063
+# %% ../nbs/00_recipe.ipynb #2242851c
 @dataclass
 class Impl:
     "How it is computed: nothing here should change what is learnt."
@@ -182,6 +188,9 @@ class Impl:
     loss_chunk_size:int = 0                # rows of logits held at once (0: all): less memory, some work done twice
     save_every:float = 5.0                 # minutes between checkpoints
     keep_checkpoints:int = 2               # how many are kept
+    keep_best:bool = True                  # besides these, keep the one with the lowest held-out loss
+    dist_backend:str = one_of('auto', 'nccl', 'gloo')  # under torchrun: how processes talk; auto is nccl on GPUs, gloo on CPUs
+    dist_timeout:float = 10.0              # under torchrun: minutes until a process that does not answer counts as lost
     tensorboard:bool = False               # also log to NAME/tensorboard (needs the extra `track`)
 
 # %% ../nbs/00_recipe.ipynb #b0dbe1ac
@@ -271,7 +280,7 @@ PRESETS['data'] = {
 RETIRED = {'oscar': "its loading script no longer runs and new readers are not admitted; fineweb-edu or c4-subset-processed is web text too",
            'roots-mini': "its parts need a login and a signed agreement each; wikipedia or data=mix with sources of yours comes nearest"}
 
-# %% ../nbs/00_recipe.ipynb #dbc0f78a
+# %% ../nbs/00_recipe.ipynb #dcb5fb38
 PRESETS['train'] = {
     'bert-o4': {},
     'tiny': dict(optimizer='muon', lr=4e-3, muon_lr=0.02, betas=[0.9, 0.95], eps=1e-10, weight_decay=0.0, gradient_clipping=0.0, scheduler='wsd', warmup=0.02,
@@ -280,6 +289,9 @@ PRESETS['train'] = {
                    cooldown=0.6, batch_size=4096, batch_size_ramp=0.3),
     'bert-base': dict(_bert_o, lr=5e-4, batch_size=1536, scheduler='budget-cosine-decay', warmup=0.033),
     'bert-izsak': dict(_bert_o, lr=2e-3, eps=1e-6, batch_size=4096, scheduler='budget-linear', warmup=0.06, dropout=True),
+    'bert-o1': dict(_bert_o, lr=7e-4, batch_size=1536, scheduler='budget-cosine-decay'),
+    'bert-o2': dict(_bert_o, batch_size=1536, batch_size_ramp=0.5, scheduler='budget-one-cycle'),
+    'bert-o3': dict(batch_size=4096, batch_size_ramp=0.5, mlm_probability=0.15625),
     'bert-original': dict(_bert_o, optimizer='adam', lr=1e-4, betas=[0.9, 0.999], eps=1e-8, batch_size=512, scheduler='budget-polynomial', warmup=0.01, dropout=True),
 }
 
@@ -344,7 +356,7 @@ def flat(
         else: out[prefix+f.name] = v
     return out
 
-# %% ../nbs/00_recipe.ipynb #7988a6d6
+# %% ../nbs/00_recipe.ipynb #f7c58db1
 ALIASES = {
     'arch.num_transformer_layers': 'arch.num_hidden_layers', 'arch.intermed_size': 'arch.intermediate_size', 'arch.nonlin': 'arch.hidden_act',
     'arch.attention.num_attention_heads': 'arch.num_attention_heads', 'arch.embedding.pos_embedding': 'arch.position_embedding_type',
@@ -352,8 +364,10 @@ ALIASES = {
     'train.optim.weight_decay': 'train.weight_decay', 'train.warmup_steps': 'train.warmup', 'train.cooldown_steps': 'train.cooldown',
     'train.objective.mlm_probability': 'train.mlm_probability', 'train.pretrain_in_train_mode': 'train.dropout', 'eval.optim.lr': 'eval.lr',
     'train.objective.use_80_20_rule': 'train.use_80_20_rule', 'eval.warmup_steps': 'eval.warmup', 'data.max_entries_in_raw_dataset': 'data.max_documents',
-    'tensorboard.enabled': 'impl.tensorboard',
     'data.include_cls_token_in_corpus': 'data.include_cls', 'data.include_sep_token_in_corpus': 'data.include_sep',
+    'tensorboard.enabled': 'impl.tensorboard', 'train/optim': 'train.optimizer', 'train.optim.momentum': 'train.momentum',
+    'impl.early_termination.enabled': 'train.early_termination', 'impl.early_termination.budget': 'train.early_hours',
+    'impl.early_termination.loss_threshold': 'train.early_loss',
 }  # left: the original's key; right: ours
 
 # %% ../nbs/00_recipe.ipynb #1a186f13
@@ -373,10 +387,10 @@ def _merge(recipe, key, text):
         name = getattr(want, '__name__', str(want)) if not typing.get_args(want) else str(want)
         raise CramError(f"{key}={text} has the wrong type: {name} is expected (now {flat(recipe)[key]!r}).") from None
 
-# %% ../nbs/00_recipe.ipynb #ae6410cd
+# %% ../nbs/00_recipe.ipynb #20f52384
 _POSITIVE = ('arch.hidden_size', 'arch.num_hidden_layers', 'arch.num_attention_heads', 'arch.intermediate_size', 'data.vocab_size', 'data.seq_length',
              'train.lr', 'train.batch_size', 'eval.lr', 'eval.batch_size', 'eval.epochs', 'eval.trials', 'eval.max_seq_length', 'train.eval_rows',
-             'impl.keep_checkpoints', 'impl.save_every', 'train.muon_lr', 'train.eval_every', 'data.join_rows')
+             'impl.keep_checkpoints', 'impl.save_every', 'impl.dist_timeout', 'train.muon_lr', 'train.eval_every', 'data.join_rows')
 _SHARES = ('train.warmup', 'train.cooldown', 'train.batch_size_ramp', 'train.mlm_probability', 'train.mlm_probability_end', 'eval.warmup', 'data.heldout', 'data.trash_cutoff',
            'data.max_bad_lines', 'data.near_duplicates')
 
@@ -390,7 +404,7 @@ def _check_numbers(values):
         allowed = _field(k).metadata.get('allowed')
         if allowed and v not in allowed: raise CramError(f"{k}={v} is not supported: choose from {', '.join(allowed)}.{nearest(str(v), allowed)}")
 
-# %% ../nbs/00_recipe.ipynb #8b945ee4
+# %% ../nbs/00_recipe.ipynb #9bca5f4d
 def check(
     recipe:Recipe,  # any recipe
 )->Recipe:          # the same
@@ -416,6 +430,7 @@ def check(
             raise CramError(f"impl.microbatch_size={i.microbatch_size} is not possible: give a whole number of sequences, or auto.")
         if int(i.microbatch_size) > t.batch_size:
             raise CramError(f"impl.microbatch_size={i.microbatch_size} is larger than train.batch_size={t.batch_size}: the microbatch is a part of the batch.")
+    if t.warmup + t.cooldown > 1: raise CramError(f"train.warmup={t.warmup} and train.cooldown={t.cooldown} are more than the whole budget: together they may be 1 at most.")
     if t.progress == 'tokens' and not t.max_tokens: raise CramError("train.progress=tokens needs train.max_tokens, the number of tokens to train on.")
     if t.progress == 'updates' and not t.max_updates: raise CramError("train.progress=updates needs train.max_updates, the number of updates.")
     return recipe
@@ -432,12 +447,13 @@ def with_environment(
     ev = dataclasses.replace(recipe.eval, glue_dir=recipe.eval.glue_dir or str(Path(root)/'glue'))
     return dataclasses.replace(recipe, data=data, eval=ev)
 
-# %% ../nbs/00_recipe.ipynb #c5327bc7
+# %% ../nbs/00_recipe.ipynb #d5f28e70
 def _split(override):
     "'train.lr=1e-3' -> ('train.lr', '1e-3'), with the original's names translated."
     key, eq, text = override.partition('=')
     key = key.lstrip('+-')
     if not (eq and key): raise CramError(f"{override!r} is not an option: write key=value, for example budget=3m.")
+    if key == 'train/optim': text = dict(adam='adamw', adam_classic='adam', adam8bit='adamw8bit').get(text, text)     # its `adam` is AdamW
     return ALIASES.get(key, key), text
 
 def _suggest(key, known):
