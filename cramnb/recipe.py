@@ -71,7 +71,7 @@ class Arch:
     classifier_dropout:float = 0.1         # dropout before the last linear layer of the classifier
     type_vocab_size:int = 2                # token types (model_type=bert only)
 
-# %% ../nbs/00_recipe.ipynb #e6c57c69
+# %% ../nbs/00_recipe.ipynb #549f56e8
 @dataclass
 class Data:
     "The text, and how it becomes rows of tokens."
@@ -90,14 +90,15 @@ class Data:
     deduplicate:bool = False               # cut out repeated spans
     deduplication_threshold:int = 100      # bytes from which a repeated span is cut
     trash_cutoff:float = 0.0               # drop documents with more tokens per character than this (0: keep all)
-    tokenizer:str = one_of('WordPiece', 'BPE', 'Unigram', 'WordLevel')  # algorithm
+    tokenizer:str = one_of('WordPiece', 'BPE', 'Unigram', 'WordLevel', 'WordPieceBERT', 'SentencePieceBPE', 'SentencePieceUnigram')  # algorithm; the last three are the original's names
     vocab_size:int = 32768                 # V, entries of the vocabulary, special tokens included
     seq_length:int = 128                   # T, tokens of a row
     include_cls:bool = False               # start each row with [CLS]
     include_sep:bool = True                # end each document with [SEP]
+    use_type_ids:bool = False              # the second text of a pair gets type ids 1 (no model here reads them)
     ordering:str = one_of('randomized', 'none', 'sentence-length-curriculum')  # order of the rows
 
-# %% ../nbs/00_recipe.ipynb #1dd70b7d
+# %% ../nbs/00_recipe.ipynb #5210ff45
 @dataclass
 class Train:
     "Pretraining. The defaults are the recipe bert-o4 of the original (paper section 4.3)."
@@ -116,7 +117,10 @@ class Train:
     batch_size_ramp:float = 0.6            # share of the budget over which the batch grows (0: off)
     average:str = one_of('tokens', 'passes')  # an update averages over all asked tokens, or over the means of its passes (the original)
     mlm_probability:float = 0.25           # share of each row that is hidden
+    mlm_probability_end:float = 0.0        # share at the end of the budget, reached in a straight line (0: the same all the time)
     use_80_20_rule:bool = True             # 80 % [MASK], 10 % random, 10 % kept; otherwise all [MASK]
+    masking:str = one_of('token', 'whole-word', 'span')  # what is hidden together
+    mask_special_tokens:bool = False       # hide special tokens like all others, as the original does
     dropout:bool = False                   # dropout while pretraining
     progress:str = one_of('time', 'tokens', 'updates')  # what the budget is counted in
     max_tokens:int = 0                     # the budget where progress=tokens
@@ -305,7 +309,7 @@ def flat(
         else: out[prefix+f.name] = v
     return out
 
-# %% ../nbs/00_recipe.ipynb #b6fdfcde
+# %% ../nbs/00_recipe.ipynb #77917423
 ALIASES = {
     'arch.num_transformer_layers': 'arch.num_hidden_layers', 'arch.intermed_size': 'arch.intermediate_size', 'arch.nonlin': 'arch.hidden_act',
     'arch.attention.num_attention_heads': 'arch.num_attention_heads', 'arch.embedding.pos_embedding': 'arch.position_embedding_type',
@@ -316,6 +320,7 @@ ALIASES = {
     'tensorboard.enabled': 'impl.tensorboard', 'train/optim': 'train.optimizer', 'train.optim.momentum': 'train.momentum',
     'impl.early_termination.enabled': 'train.early_termination', 'impl.early_termination.budget': 'train.early_hours',
     'impl.early_termination.loss_threshold': 'train.early_loss',
+    'data.include_cls_token_in_corpus': 'data.include_cls', 'data.include_sep_token_in_corpus': 'data.include_sep',
 }  # left: the original's key; right: ours
 
 # %% ../nbs/00_recipe.ipynb #1a186f13
@@ -335,11 +340,11 @@ def _merge(recipe, key, text):
         name = getattr(want, '__name__', str(want)) if not typing.get_args(want) else str(want)
         raise CramError(f"{key}={text} has the wrong type: {name} is expected (now {flat(recipe)[key]!r}).") from None
 
-# %% ../nbs/00_recipe.ipynb #8633b677
+# %% ../nbs/00_recipe.ipynb #2a574e03
 _POSITIVE = ('arch.hidden_size', 'arch.num_hidden_layers', 'arch.num_attention_heads', 'arch.intermediate_size', 'data.vocab_size', 'data.seq_length',
              'train.lr', 'train.batch_size', 'eval.lr', 'eval.batch_size', 'eval.epochs', 'eval.trials', 'eval.max_seq_length', 'train.eval_rows',
              'impl.keep_checkpoints', 'impl.save_every', 'impl.dist_timeout', 'train.muon_lr', 'train.eval_every')
-_SHARES = ('train.warmup', 'train.cooldown', 'train.batch_size_ramp', 'train.mlm_probability', 'eval.warmup', 'data.heldout', 'data.trash_cutoff')
+_SHARES = ('train.warmup', 'train.cooldown', 'train.batch_size_ramp', 'train.mlm_probability', 'train.mlm_probability_end', 'eval.warmup', 'data.heldout', 'data.trash_cutoff')
 
 def _check_numbers(values):
     for k in _POSITIVE:
