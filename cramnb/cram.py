@@ -13,7 +13,7 @@ __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_f
            'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks', 'check_start', 'cram_verb', 'runs_verb',
            'plot_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
 
-# %% ../nbs/23_cram.ipynb #903a8a7f
+# %% ../nbs/23_cram.ipynb #f26b9d93
 import dataclasses, hashlib, json, os, shlex, shutil, signal, sys, tempfile, threading, time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -28,11 +28,12 @@ from .checkpoint import Keeper, NotSaved, checkpoints
 from .distributed import Follower, LostRank, World, join_world, launcher, places, resume, spread
 from .finetune import evaluate_checkpoint, mean_score, quiet, score_table, summarise
 from .glue import LOCAL, load_task, local_suite, task_names
-from .masking import Masked, mask_tokens, microbatch_generator
+from .masking import Masked, mask_rate_at, mask_tokens, microbatch_generator
 from .mlm import build_model, count_parameters, flops_per_token
 from .packing import Corpus, data_card, prepare_corpus, store_folder, write_json
 from .recipe import (GROUPS, PRESETS, CramError, Recipe, compose, diff, flat, from_dict, nearest, option_table, show_budget, tiny, to_dict)
 from .schedule import lr_factor
+from .tokenizer import word_starts
 from .train import (Trainer, Stopped, heldout_loss, mlm_loss, pick_device, pick_precision, probe_microbatch, unigram_entropy)
 from .watch import (Bars, Log, Meter, Trackers, check_trackers, diagnose, list_runs, lock_path, notes_of, plot_run, read_log, runs_table, save_plot, totals)
 
@@ -104,18 +105,20 @@ def alone(
     try: yield
     finally: lock.release()
 
-# %% ../nbs/23_cram.ipynb #71e2d83f
+# %% ../nbs/23_cram.ipynb #fa0766c1
 def masked_rows(
     corpus:Corpus,          # where the rows come from
     recipe:Recipe,          # reads train and seed
     device:torch.device,    # where the batch goes
-)->Callable[[int, int, int], Masked]:  # (first row, rows, number of the pass) -> batch
+)->Callable[[int, int, int], Masked]:  # (first row, rows, number of the pass, share of the budget that has passed) -> batch
     "The stream of training batches: a function of place and seed, so that a resumed run reads on where it stopped."
-    t, mask_id = recipe.train, corpus.tokenizer.mask_token_id
-    def batches(start, n, number):
+    t, mask_id, end = recipe.train, corpus.tokenizer.mask_token_id, recipe.train.mlm_probability_end or recipe.train.mlm_probability
+    starts = None if t.masking == 'token' else torch.from_numpy(word_starts(corpus.tokenizer)).to(device)
+    def batches(start, n, number, x=0.0):
         ids = torch.from_numpy(corpus.batch(start, n, recipe.seed).astype(np.int32)).to(device, non_blocking=True)
-        return mask_tokens(ids, mlm_probability=t.mlm_probability, mask_token_id=mask_id, vocab_size=recipe.data.vocab_size,
-                           use_80_20_rule=t.use_80_20_rule, generator=microbatch_generator(recipe.seed, number, device))
+        return mask_tokens(ids, mlm_probability=mask_rate_at(x, start=t.mlm_probability, end=end), max_probability=max(t.mlm_probability, end), mask_token_id=mask_id,
+                           vocab_size=recipe.data.vocab_size, use_80_20_rule=t.use_80_20_rule, masking=t.masking, starts_word=starts,
+                           mask_special_tokens=t.mask_special_tokens, generator=microbatch_generator(recipe.seed, number, device))
     return batches
 
 def heldout_batches(
