@@ -356,7 +356,7 @@ def flat(
         else: out[prefix+f.name] = v
     return out
 
-# %% ../nbs/00_recipe.ipynb #f7c58db1
+# %% ../nbs/00_recipe.ipynb #83507db9
 ALIASES = {
     'arch.num_transformer_layers': 'arch.num_hidden_layers', 'arch.intermed_size': 'arch.intermediate_size', 'arch.nonlin': 'arch.hidden_act',
     'arch.attention.num_attention_heads': 'arch.num_attention_heads', 'arch.embedding.pos_embedding': 'arch.position_embedding_type',
@@ -368,6 +368,7 @@ ALIASES = {
     'tensorboard.enabled': 'impl.tensorboard', 'train/optim': 'train.optimizer', 'train.optim.momentum': 'train.momentum',
     'impl.early_termination.enabled': 'train.early_termination', 'impl.early_termination.budget': 'train.early_hours',
     'impl.early_termination.loss_threshold': 'train.early_loss',
+    'data.include_cls_token_in_corpus': 'data.include_cls', 'data.include_sep_token_in_corpus': 'data.include_sep',
 }  # left: the original's key; right: ours
 
 # %% ../nbs/00_recipe.ipynb #1a186f13

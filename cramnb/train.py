@@ -136,6 +136,20 @@ def next_batch(
     static = getattr(self.loss, 'compiled', False) and size < self.microbatch_size
     return fill_up(batch, self.microbatch_size) if static else batch
 
+# %% ../nbs/11_train.ipynb #a889c814
+@patch
+def share_of(
+    self:Trainer,
+    batch:Masked,           # of the pass, perhaps filled up
+    size:int,               # its rows
+    batch_size:int,         # of the update
+):                          # weight of its loss; its share of all that could be asked in this update, which sums to 1 in a full one
+    "How much a pass counts: by the tokens it asks for, or with `train.average=passes` by its rows, as in the original. Waits for no device."
+    if self.train.average == 'passes': return size/batch_size, size/batch_size
+    width = batch.labels.shape[1] if batch.positions is None else batch.positions.shape[1]
+    share = (batch.labels != -100).sum() / (width*batch_size)
+    return share, share
+
 # %% ../nbs/11_train.ipynb #3253dde2
 @patch
 def accumulate(
@@ -162,20 +176,6 @@ def accumulate(
         for p in g['params']:
             if p.grad is not None: p.grad.div_(asked)
     return total/asked
-
-# %% ../nbs/11_train.ipynb #a889c814
-@patch
-def share_of(
-    self:Trainer,
-    batch:Masked,           # of the pass, perhaps filled up
-    size:int,               # its rows
-    batch_size:int,         # of the update
-):                          # weight of its loss; its share of all that could be asked in this update, which sums to 1 in a full one
-    "How much a pass counts: by the tokens it asks for, or with `train.average=passes` by its rows, as in the original. Waits for no device."
-    if self.train.average == 'passes': return size/batch_size, size/batch_size
-    width = batch.labels.shape[1] if batch.positions is None else batch.positions.shape[1]
-    share = (batch.labels != -100).sum() / (width*batch_size)
-    return share, share
 
 # %% ../nbs/11_train.ipynb #ed9c228c
 @patch
