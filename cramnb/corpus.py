@@ -377,23 +377,25 @@ def normalizer(
     if data.ascii_only: steps.append(normalizers.Replace(Regex(r'[^\x00-\x7F]+'), ''))
     return normalizers.Sequence([*steps, normalizers.Replace(Regex(' {2,}'), ' ')])
 
-# %% ../nbs/01_corpus.ipynb #4bc0c9df
+# %% ../nbs/01_corpus.ipynb #94659182
 def repeated_bytes(
     raw:np.ndarray,     # uint8 [n], text
     threshold:int,      # bytes
 )->np.ndarray:          # bool [n], True where a span of at least `threshold` bytes stood before
-    "Mark every later occurrence of a long span, by suffix array (Lee et al. 2022)."
+    "Mark every later occurrence of a long span, by suffix array (Lee et al. 2022). Needs about 14 bytes of memory for each byte of text."
     if len(raw) <= threshold: return np.zeros(len(raw), bool)
     raw = np.array(raw, np.uint8)                           # a copy of its own, which the library insists on
     order = divsufsort(raw)
-    shared = np.asarray(kasai(raw, order))[:len(raw)-1]    # bytes that neighbours in the suffix array have in common
-    starts = np.flatnonzero(np.r_[True, shared < threshold])   # where a family of suffixes with one long prefix begins
-    first = np.minimum.reduceat(order, starts)                 # its earliest place in the text stays
-    later = order != np.repeat(first, np.diff(np.r_[starts, len(raw)]))
-    edges, begin = np.zeros(len(raw)+1, np.int32), order[later]
-    np.add.at(edges, begin, 1)                                 # +1 where a cut begins, -1 where it ends
-    np.add.at(edges, begin+threshold, -1)
-    return np.cumsum(edges[:-1]) > 0
+    alike = np.asarray(kasai(raw, order))[:len(raw)-1] >= threshold   # does a suffix begin like the next one in the array?
+    ranks = np.flatnonzero(np.r_[alike, False] | np.r_[False, alike])   # members of families; most suffixes have none
+    if not len(ranks): return np.zeros(len(raw), bool)
+    places, starts = order[ranks], np.flatnonzero(~np.r_[False, alike][ranks])   # where in the text, and where each family begins
+    first = np.minimum.reduceat(places, starts)             # its earliest place in the text stays
+    later = places[places != np.repeat(first, np.diff(np.r_[starts, len(ranks)]))]
+    edges = np.zeros(len(raw)+1, np.int32)
+    np.add.at(edges, later, 1)                              # +1 where a cut begins, -1 where it ends
+    np.add.at(edges, later+threshold, -1)
+    return np.cumsum(edges[:-1], out=edges[:-1]) > 0
 
 # %% ../nbs/01_corpus.ipynb #324d380b
 def deduplicate(

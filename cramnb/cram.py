@@ -108,7 +108,7 @@ def alone(
     try: yield
     finally: lock.release()
 
-# %% ../nbs/23_cram.ipynb #fa0766c1
+# %% ../nbs/23_cram.ipynb #524e4dc5
 def masked_rows(
     corpus:Corpus,          # where the rows come from
     recipe:Recipe,          # reads train and seed
@@ -116,11 +116,12 @@ def masked_rows(
 )->Callable[[int, int, int], Masked]:  # (first row, rows, number of the pass, share of the budget that has passed) -> batch
     "The stream of training batches: a function of place and seed, so that a resumed run reads on where it stopped."
     t, mask_id, end = recipe.train, corpus.tokenizer.mask_token_id, recipe.train.mlm_probability_end or recipe.train.mlm_probability
+    n_special = max(corpus.tokenizer.all_special_ids) + 1       # ready-made rows come with other special tokens than ours
     starts = None if t.masking == 'token' else torch.from_numpy(word_starts(corpus.tokenizer)).to(device)
     def batches(start, n, number, x=0.0):
         ids = torch.from_numpy(corpus.batch(start, n, recipe.seed).astype(np.int32)).to(device, non_blocking=True)
         return mask_tokens(ids, mlm_probability=mask_rate_at(x, start=t.mlm_probability, end=end), max_probability=max(t.mlm_probability, end), mask_token_id=mask_id,
-                           vocab_size=recipe.data.vocab_size, use_80_20_rule=t.use_80_20_rule, masking=t.masking, starts_word=starts,
+                           vocab_size=recipe.data.vocab_size, n_special=n_special, use_80_20_rule=t.use_80_20_rule, masking=t.masking, starts_word=starts,
                            mask_special_tokens=t.mask_special_tokens, generator=microbatch_generator(recipe.seed, number, device))
     return batches
 
@@ -132,7 +133,7 @@ def heldout_batches(
     "Held-out rows under fixed masks."
     rows = torch.from_numpy(corpus.heldout[:recipe.train.eval_rows].astype(np.int32))
     return [mask_tokens(part, mlm_probability=mlm_probability, mask_token_id=corpus.tokenizer.mask_token_id, vocab_size=recipe.data.vocab_size,
-                        generator=microbatch_generator(0, i)) for i, part in enumerate(rows.split(64))]
+                        n_special=max(corpus.tokenizer.all_special_ids)+1, generator=microbatch_generator(0, i)) for i, part in enumerate(rows.split(64))]
 
 # %% ../nbs/23_cram.ipynb #f4ea00ee
 def make_trainer(
