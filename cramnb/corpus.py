@@ -9,19 +9,22 @@ Docs: https://cramnb.github.io/cramnb/corpus.html.md"""
 
 # %% auto #0
 __all__ = ['SPECIMEN', 'PACKAGES', 'READERS', 'read_docstrings', 'without_examples', 'python_files', 'docstrings', 'random_text',
-           'read_file', 'find_files', 'split_of', 'choose_files', 'read_hub', 'normalizer', 'repeated_bytes',
-           'deduplicate', 'is_trash', 'is_heldout', 'documents', 'source_version']
+           'Tally', 'read_file', 'find_files', 'split_of', 'choose_files', 'read_hub', 'stream_hub', 'normalizer',
+           'repeated_bytes', 'deduplicate', 'NearDuplicates', 'is_trash', 'is_heldout', 'parts_of', 'mixed',
+           'documents', 'joined', 'pieces', 'source_version']
 
-# %% ../nbs/01_corpus.ipynb #3b8dafee
+# %% ../nbs/01_corpus.ipynb #ca3d306b
 import ast, csv, glob, gzip, io, itertools, json, re, sys, sysconfig, warnings, zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from pydivsufsort import divsufsort, kasai
 from tokenizers import Regex, normalizers
 
-from .recipe import CramError, Data
+from .recipe import CramError, Data, preset
 
 # %% ../nbs/01_corpus.ipynb #ee5488fd
 SPECIMEN = (
@@ -78,71 +81,107 @@ def random_text(
     words = np.array([''.join(w) for w in itertools.product('bdfgklmnprst', 'aeiou', 'bdfgklmnprst', 'aeiou')])
     while True: yield ' '.join(rng.choice(words, size=rng.integers(20, 200))) + '.'
 
-# %% ../nbs/01_corpus.ipynb #cfc7cd58
+# %% ../nbs/01_corpus.ipynb #f5d408b8
+@dataclass
+class Tally:
+    "What was mended or left out while reading: nothing is lost in silence."
+    bad_lines:int = 0           # lines that could not be read
+    first_bad:str = ''          # where the first of them stands, and why
+    mended_bytes:int = 0        # documents with bytes that are no UTF-8, or NUL: replaced, removed
+    cut_documents:int = 0       # documents longer than `data.max_document_characters`, cut at a paragraph
+    joined:int = 0              # rows that were joined into documents
+    shares:dict = field(default_factory=dict)   # characters read from each part of a mix
+
 def _open(path):
-    "A file as a stream of text; gzip and zstandard are unpacked on the way."
-    if path.suffix == '.gz': return gzip.open(path, 'rt', encoding='utf-8', errors='replace', newline='\n')
-    if path.suffix == '.zst':
-        try: import zstandard
-        except ImportError: raise CramError(f"{path} is compressed with zstandard: `pip install zstandard` to read it.") from None
-        return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(path.open('rb')), encoding='utf-8', errors='replace', newline='\n')
-    return path.open(encoding='utf-8', errors='replace', newline='\n')
+    "A file as a stream of text, byte order mark removed; gzip and zstandard are unpacked on the way."
+    options = dict(encoding='utf-8', errors='replace', newline='\n')
+    if path.suffix == '.gz': stream = gzip.open(path, 'rt', **options)
+    elif path.suffix == '.zst': stream = io.TextIOWrapper(io.BufferedReader(pa.input_stream(str(path), compression='zstd')), **options)   # says when it is cut short
+    else: stream = path.open(**options)
+    return stream
 
-def _read_text(path, key, size=2000):
+def _lines(path):
+    "Numbered lines without end marks of other systems."
+    with _open(path) as f:
+        for n, line in enumerate(f, 1): yield n, (line.removeprefix('\ufeff') if n == 1 else line).replace('\r\n', '\n')
+
+def _read_text(path, key, bad, size=2000):
     "Cut a text file at blank lines into documents of about `size` characters."
-    with _open(path) as f:
-        part = []
-        for line in f:
-            part.append(line)
-            if not line.strip() and sum(map(len, part)) >= size: yield ''.join(part).strip(); part = []
-        yield ''.join(part).strip()
+    part = []
+    for _, line in _lines(path):
+        part.append(line)
+        if not line.strip() and sum(map(len, part)) >= size: yield ''.join(part).strip(); part = []
+    yield ''.join(part).strip()
 
-def _read_jsonl(path, key):
-    "One document a line."
-    with _open(path) as f:
-        for n, line in enumerate(f, 1):
-            if not line.strip(): continue
-            try: record = json.loads(line)
-            except json.JSONDecodeError as e: raise CramError(f"{path}, line {n}: not JSON ({e.msg}).") from None
-            if not isinstance(record, dict) or key not in record:
-                raise CramError(f"{path}, line {n}: no text under {key!r}; set data.text_key to one of: {', '.join(record) if isinstance(record, dict) else '(no keys)'}.")
-            yield record[key]
+def _read_jsonl(path, key, bad):
+    "One document a line; a line that is not JSON, or whose text is none, goes to `bad`."
+    for n, line in _lines(path):
+        if not line.strip(): continue
+        try: record = json.loads(line)
+        except ValueError as e: bad(n, f'not JSON ({getattr(e, "msg", e)})'); continue
+        if not isinstance(record, dict) or key not in record:
+            bad(n, f"no text under {key!r}; set data.text_key to one of: {', '.join(record) if isinstance(record, dict) else '(no keys)'}")
+        elif record[key] is not None and not isinstance(record[key], str): bad(n, f"{key!r} holds {type(record[key]).__name__}, not text; set data.text_key to another name")
+        else: bad.fine += 1; yield record[key]
 
-# %% ../nbs/01_corpus.ipynb #d08540b3
-def _read_csv(path, key):
-    "One document a row."
+# %% ../nbs/01_corpus.ipynb #f5573764
+def _read_csv(path, key, bad):
+    "One document a row; commas or tabs by the name of the file."
     csv.field_size_limit(2**31 - 1)
-    with _open(path) as f:
-        rows = csv.DictReader(f)
-        if key not in (rows.fieldnames or []): raise CramError(f"{path}: no column {key!r}; set data.text_key to one of: {', '.join(rows.fieldnames or [])}.")
-        for row in rows: yield row[key]
+    delimiter = '\t' if _kind(path) == 'tsv' else ','
+    rows = csv.DictReader((line for _, line in _lines(path)), delimiter=delimiter)
+    if key not in (rows.fieldnames or []): raise CramError(f"{path}: no column {key!r}; set data.text_key to one of: {', '.join(rows.fieldnames or [])}.")
+    for row in rows:
+        if row[key] is None: bad(rows.line_num, f'the row has no {key!r}')
+        else: bad.fine += 1; yield row[key]
 
-def _read_parquet(path, key):
+def _read_parquet(path, key, bad):
     "One document a row."
     import pyarrow.parquet as pq
     file = pq.ParquetFile(path)
     if key not in file.schema_arrow.names: raise CramError(f"{path}: no column {key!r}; set data.text_key to one of: {', '.join(file.schema_arrow.names)}.")
-    for batch in file.iter_batches(1024, columns=[key]): yield from batch.column(0).to_pylist()
+    kind = file.schema_arrow.field(key).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)): raise CramError(f"{path}: {key!r} holds {kind}, not text; set data.text_key to another name.")
+    for batch in file.iter_batches(256, columns=[key]): yield from batch.column(0).to_pylist()
 
-READERS = dict(txt=_read_text, md=_read_text, jsonl=_read_jsonl, json=_read_jsonl, csv=_read_csv, parquet=_read_parquet)
+READERS = dict(txt=_read_text, md=_read_text, jsonl=_read_jsonl, json=_read_jsonl, csv=_read_csv, tsv=_read_csv, parquet=_read_parquet)
 
-# %% ../nbs/01_corpus.ipynb #1823a238
+# %% ../nbs/01_corpus.ipynb #da74d0d0
+class _Bad:
+    "Counts lines that cannot be read, and stops when they are too many: at once where the first lines are all bad, else at the end of the file."
+    def __init__(self, path, share, tally): self.path, self.share, self.tally, self.fine, self.lines = path, share, tally, 0, []
+
+    def __call__(self, n, why):
+        self.tally.bad_lines += 1
+        self.tally.first_bad = self.tally.first_bad or f'{self.path}, line {n}: {why}'
+        self.lines.append(f'{self.path}, line {n}: {why}')
+        if len(self.lines) > 1000: self.check()
+
+    def check(self):
+        total = self.fine + len(self.lines)
+        if len(self.lines) > self.share*total:
+            raise CramError(f"{self.lines[0]}. {len(self.lines):,} of {total:,} lines cannot be read, and data.max_bad_lines={self.share} allows a share of that.")
+
 def read_file(
-    path:Path,          # txt, md, jsonl, csv or parquet, perhaps with .gz or .zst behind
+    path:Path,          # txt, md, jsonl, csv, tsv or parquet, perhaps with .gz or .zst behind
     text_key:str='text',  # column or key of the text
+    max_bad_lines:float=0.0,  # share of its lines that may be skipped
+    tally:Tally|None=None,    # told of what was skipped and mended
 )->Iterator[str]:       # documents; empty ones are left out
     "Read documents from one file. Raises CramError naming file and line."
-    reader = READERS[_kind(path) or 'txt']
-    try: yield from (d for d in (_as_text(v, path, text_key) for v in reader(path, text_key)) if d.strip())
+    reader, bad = READERS[_kind(path) or 'txt'], _Bad(path, max_bad_lines, tally or Tally())
+    try:
+        yield from (d for d in (_mended(v or '', bad.tally) for v in reader(path, text_key, bad)) if d.strip())
+        bad.check()
     except CramError: raise
     except PermissionError: raise CramError(f"{path} cannot be read: permission denied.") from None
     except Exception as e: raise CramError(f"{path} is damaged or cut short: {str(e).rstrip('.') or type(e).__name__}.") from e
 
-def _as_text(value, where, key):
-    "An empty cell is no text; a number in its place is a mistake."
-    if value is not None and not isinstance(value, str):
-        raise CramError(f"{where}: {key!r} holds {type(value).__name__}, not text; set data.text_key to another name.")
-    return value or ''
+def _mended(text, tally):
+    "Text that UTF-8 can hold and that has no NUL: half a surrogate pair, which JSON can hold, becomes a question mark."
+    clean = text.replace('\x00', '').encode('utf-8', 'replace').decode('utf-8')
+    if '\ufffd' in clean or clean != text: tally.mended_bytes += 1
+    return clean
 
 # %% ../nbs/01_corpus.ipynb #e4f6eb7d
 def find_files(
@@ -179,17 +218,36 @@ def choose_files(
     by = {s: [p for p in paths if split_of(p) == s] for s in ('train', 'heldout', '')}
     return (by['train'] or by[''] or paths), (by['heldout'] if by['train'] or by[''] else [])
 
-# %% ../nbs/01_corpus.ipynb #0abc4324
+# %% ../nbs/01_corpus.ipynb #3e083fba
 def read_hub(
-    data:Data,          # reads hub_path, hub_name, hub_split, text_key
+    data:Data,          # reads hub_path, hub_name, hub_split, text_key, filter_key, filter_values
+    tally:Tally|None=None,  # told of what was mended
 )->Iterator[str]:       # documents, streamed
-    "Stream a data set of the Hugging Face hub, or a local folder in the hub's own layout."
-    from datasets import load_dataset
-    try: stream = load_dataset(data.hub_path, data.hub_name or None, split=data.hub_split, streaming=True)
-    except Exception as e: raise CramError(f"data.hub_path={data.hub_path} cannot be loaded: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
+    "Stream a data set of the Hugging Face hub, or a local folder in the hub's own layout. Raises CramError."
+    try: stream = stream_hub(data.hub_path, data.hub_name, data.hub_split)
+    except Exception as e:
+        raise CramError(f"data.hub_path={data.hub_path} cannot be loaded: {(str(e).splitlines() or [type(e).__name__])[0]} Without a network, give files of your own: data=files data.files=FOLDER.") from None
     for record in stream:
         if data.text_key not in record: raise CramError(f"{data.hub_path} has no column {data.text_key!r}; set data.text_key to one of: {', '.join(record)}.")
-        if text := _as_text(record[data.text_key], data.hub_path, data.text_key): yield text
+        if data.filter_key and str(_under(record, data.filter_key, data.hub_path)) not in data.filter_values: continue
+        text = record[data.text_key]
+        if text is not None and not isinstance(text, str): raise CramError(f"{data.hub_path}: {data.text_key!r} holds {type(text).__name__}, not text; set data.text_key to another name.")
+        if text and text.strip(): yield _mended(text, tally or Tally())
+
+def stream_hub(path:str, name:str='', split:str='train'):
+    "A data set as a stream. Since its version 4 the library runs no loading scripts; where a data set still is one, the hub keeps a converted copy under `refs/convert/parquet`."
+    from datasets import load_dataset
+    try: return load_dataset(path, name or None, split=split, streaming=True)
+    except RuntimeError as e:
+        if 'scripts are no longer supported' not in str(e): raise
+        return load_dataset(path, data_dir=name or None, revision='refs/convert/parquet', split=split, streaming=True)
+
+def _under(record, key, where):
+    "The value under a dotted key."
+    for part in key.split('.'):
+        if not isinstance(record, dict) or part not in record: raise CramError(f"{where}: no {key!r} to filter by; there is {', '.join(record) if isinstance(record, dict) else record!r}.")
+        record = record[part]
+    return record
 
 # %% ../nbs/01_corpus.ipynb #4326be7f
 def normalizer(
@@ -220,17 +278,48 @@ def repeated_bytes(
     np.add.at(edges, begin+threshold, -1)
     return np.cumsum(edges[:-1]) > 0
 
-# %% ../nbs/01_corpus.ipynb #324d380b
+# %% ../nbs/01_corpus.ipynb #e586bd90
 def deduplicate(
     texts:list[str],    # documents
     threshold:int=100,  # bytes
+    dropped:list|None=None,  # gets the first few spans that were cut
 )->list[str]:           # the same number of documents; each repeated span is cut to one space
     "Cut out every span of at least `threshold` bytes that stood earlier in the text."
     raw = np.frombuffer(b'\x00'.join(t.replace('\x00', ' ').encode('utf-8', 'replace') for t in texts), np.uint8)
     repeated = repeated_bytes(raw, threshold) & (raw != 0)      # the marks between documents stay
     cut_start = repeated & ~np.r_[False, repeated[:-1]]
+    if dropped is not None: dropped += [raw[i:i+200].tobytes().split(b'\x00')[0].decode('utf-8', 'ignore') for i in np.flatnonzero(cut_start)[:3]]
     kept = np.where(cut_start, ord(' '), raw)[~repeated | cut_start]
     return [re.sub(' {2,}', ' ', part.decode('utf-8', 'ignore')).strip() for part in kept.astype(np.uint8).tobytes().split(b'\x00')]
+
+# %% ../nbs/01_corpus.ipynb #1670939f
+class NearDuplicates:
+    "Documents that overlap an earlier one, by MinHash over sequences of five words (Broder 1997; library datasketch)."
+    def __init__(self, threshold:float, permutations:int=128):
+        from datasketch import MinHash, MinHashLSH
+        self._kept = {}
+        self.index, self.blank, self.threshold = MinHashLSH(threshold=threshold, num_perm=permutations), MinHash(num_perm=permutations, seed=1), threshold
+
+    def _hash(self, text):
+        words, h = text.lower().split(), self.blank.copy()
+        h.update_batch([' '.join(words[i:i+5]).encode() for i in range(max(1, len(words)-4))])
+        return h
+
+    def seen(
+        self,
+        text:str,       # a document
+    )->bool:            # does it overlap one that was shown before?
+        "Ask, and remember the document where the answer is no."
+        h = self._hash(text)
+        if any(h.jaccard(other) >= self.threshold for other in map(self._kept.get, self.index.query(h))): return True
+        self.add(text, h)
+        return False
+
+    def add(self, text:str, h=None):
+        "Remember a document without asking."
+        h = self._hash(text) if h is None else h
+        self._kept[len(self._kept)] = h
+        self.index.insert(len(self._kept)-1, h)
 
 # %% ../nbs/01_corpus.ipynb #ff08b6ab
 def is_trash(
@@ -249,33 +338,83 @@ def is_heldout(
     "Decide by the text itself whether a document is kept for evaluation."
     return zlib.crc32(text.encode('utf-8', 'replace')) % 10_000 < share*10_000
 
-# %% ../nbs/01_corpus.ipynb #ab41e80c
+# %% ../nbs/01_corpus.ipynb #10980b78
+def parts_of(
+    data:Data,          # reads mix, files, text_key
+)->dict[str,tuple[Data,float]]:  # name -> (its own Data, weight)
+    "Read 'wikipedia:2,files:1'. Raises CramError."
+    out = {}
+    for part in filter(None, (p.strip() for p in data.mix.split(','))):
+        name, _, weight = part.partition(':')
+        try: weight = float(weight or 1)
+        except ValueError: weight = -1.0
+        if not 0 < weight < float('inf'): raise CramError(f"data.mix={data.mix}: the weight of {name} must be a number more than zero.")
+        source = preset('data', name)
+        if source.source in ('mix', 'tokens'): raise CramError(f"data.mix={data.mix}: {name} is {'a mix itself' if source.source == 'mix' else 'made of tokens'}; name sources of text.")
+        out[name] = (replace(source, files=data.files, text_key=data.text_key, max_bad_lines=data.max_bad_lines) if source.source == 'files' else source), weight
+    return out
+
+def mixed(
+    data:Data,          # reads mix
+    tally:Tally,        # gets the characters read from each part
+)->Iterator[str]:
+    "Draw from several sources so that the characters read keep to the weights; a source that runs dry drops out, and the others go on."
+    parts = parts_of(data)
+    streams = {name: (text for text, _ in documents(replace(d, heldout=0.0, max_documents=d.max_documents), tally)) for name, (d, _) in parts.items()}
+    tally.shares = dict.fromkeys(parts, 0)
+    while streams:
+        name = min(streams, key=lambda n: tally.shares[n]/parts[n][1])       # the one that is furthest behind
+        text = next(streams[name], None)
+        if text is None: del streams[name]; continue
+        tally.shares[name] += len(text)
+        yield text
+
+# %% ../nbs/01_corpus.ipynb #9a2c98df
 def documents(
     data:Data,          # reads the source and its limits
+    tally:Tally|None=None,  # told of what was skipped, mended, cut and joined
 )->Iterator[tuple[str,bool]]:  # (text, held out?)
-    "Stream the raw documents of a source, each marked as training or held-out text."
+    "Stream the raw documents of a source, each marked as training or held-out text. Raises CramError."
+    tally = tally or Tally()
     train, heldout = choose_files(find_files(data.files)) if data.source == 'files' else ([], [])
-    for path in heldout: yield from ((_mended(t), True) for t in itertools.islice(read_file(path, data.text_key), 2000))
+    read = lambda path: read_file(path, data.text_key, data.max_bad_lines, tally)
+    for path in heldout: yield from ((t, True) for t in itertools.islice(read(path), 2000))
     share, n, size = 0.0 if heldout else data.heldout, 0, 0
-    for text in map(_mended, _texts(data, train)):
+    source = itertools.chain.from_iterable(map(read, train)) if data.source == 'files' else _texts(data, tally)
+    for text in pieces(joined(source, data.concatenate, tally), data.max_document_characters, tally):
         n, size = n+1, size+len(text)
         yield text, is_heldout(text, share)
         if n == data.max_documents or data.max_megabytes and size >= data.max_megabytes*1e6: return
 
-def _texts(data, train):
-    "The documents of a source, without end marks."
-    if data.source == 'files': return itertools.chain.from_iterable(read_file(p, data.text_key) for p in train)
-    return dict(docstrings=docstrings, hub=lambda: read_hub(data), random=random_text)[data.source]()
+def _texts(data, tally):
+    "The documents of a source that is not files."
+    if data.source == 'tokens': raise CramError(f"{data.hub_path} holds tokens, not documents: it cannot be read as text.")
+    return dict(docstrings=docstrings, hub=lambda: read_hub(data, tally), random=random_text, mix=lambda: mixed(data, tally))[data.source]()
 
-def _mended(text):
-    "Half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes a question mark."
-    return text.encode('utf-8', 'replace').decode('utf-8')
+def joined(texts:Iterable[str], n:int, tally:Tally)->Iterator[str]:
+    "Join every `n` texts into one document; the last one may have fewer (the original dropped up to n-1 of each thousand)."
+    texts = iter(texts)
+    if n == 1: yield from texts; return
+    while part := list(itertools.islice(texts, n)):
+        tally.joined += len(part)
+        yield ' '.join(part)
 
-# %% ../nbs/01_corpus.ipynb #1e7d260a
+def pieces(texts:Iterable[str], limit:int, tally:Tally)->Iterator[str]:
+    "Cut what is longer than `limit` characters at the last end of a paragraph, line or word before it: no document can fill the memory of a later stage."
+    for text in texts:
+        tally.cut_documents += len(text) > limit
+        while len(text) > limit:
+            at = next((i for mark in ('\n\n', '\n', ' ') if (i := text.rfind(mark, limit//2, limit)) > 0), limit)
+            yield text[:at]
+            text = text[at:].lstrip()
+        if text: yield text
+
+# %% ../nbs/01_corpus.ipynb #52b1f26b
 def source_version(
     data:Data,          # reads the source
 )->list:                # plain values that change when the text behind the source changes
     "What the text depends on besides the recipe: files with sizes and times, or installed packages."
+    if data.source == 'mix': return [source_version(part) for part, _ in parts_of(data).values()]
     if data.source == 'files': return [[str(p.resolve()), p.stat().st_size, int(p.stat().st_mtime)] for p in find_files(data.files)]
     if data.source == 'docstrings':
         from importlib.metadata import distributions

@@ -71,16 +71,22 @@ class Arch:
     classifier_dropout:float = 0.1         # dropout before the last linear layer of the classifier
     type_vocab_size:int = 2                # token types (model_type=bert only)
 
-# %% ../nbs/00_recipe.ipynb #e6c57c69
+# %% ../nbs/00_recipe.ipynb #66d2b3a8
 @dataclass
 class Data:
     "The text, and how it becomes rows of tokens."
-    source:str = one_of('docstrings', 'files', 'hub', 'random')  # where documents come from
+    source:str = one_of('docstrings', 'files', 'hub', 'mix', 'random', 'tokens')  # where documents come from; tokens: rows that somebody made ready
+    mix:str = ''                           # source=mix: other presets with weights, such as wikipedia:2,bookcorpus:1; weights count characters
     files:str = ''                         # source=files: file, folder or glob; several separated by commas
     text_key:str = 'text'                  # column or JSON key that holds the text
     hub_path:str = ''                      # source=hub: dataset on the Hugging Face hub
     hub_name:str = ''                      # source=hub: its configuration
     hub_split:str = 'train'                # source=hub: its split
+    filter_key:str = ''                    # source=hub: keep rows whose value under this key, such as meta.pile_set_name, …
+    filter_values:list[str] = field(default_factory=list)  # … is one of these
+    concatenate:int = 1                    # join so many rows that follow each other into one document (bookcorpus holds sentences)
+    max_bad_lines:float = 0.001            # share of lines of a file that may be unreadable; they are skipped and counted
+    max_document_characters:int = 1_000_000  # longer documents are cut at the end of a paragraph
     max_documents:int = 0                  # stop after so many documents (0: all)
     max_megabytes:float = 0.0              # stop after so much text (0: all)
     heldout:float = 0.02                   # share of documents kept apart for evaluation
@@ -89,13 +95,16 @@ class Data:
     ascii_only:bool = True                 # drop what an English keyboard cannot type
     deduplicate:bool = False               # cut out repeated spans
     deduplication_threshold:int = 100      # bytes from which a repeated span is cut
+    near_duplicates:float = 0.0            # drop documents whose word sequences overlap an earlier one's by this share (0: keep)
     trash_cutoff:float = 0.0               # drop documents with more tokens per character than this (0: keep all)
     tokenizer:str = one_of('WordPiece', 'BPE', 'Unigram', 'WordLevel')  # algorithm
     vocab_size:int = 32768                 # V, entries of the vocabulary, special tokens included
     seq_length:int = 128                   # T, tokens of a row
     include_cls:bool = False               # start each row with [CLS]
     include_sep:bool = True                # end each document with [SEP]
-    ordering:str = one_of('randomized', 'none', 'sentence-length-curriculum')  # order of the rows
+    ordering:str = one_of('randomized', 'none', 'sentence-length-curriculum', 'word-length-curriculum', 'unigram-curriculum', 'fragment-curriculum', 'reverse-sentence-length-curriculum',
+                          'reverse-word-length-curriculum', 'reverse-unigram-curriculum', 'reverse-fragment-curriculum')  # order of the rows, chapter 03
+    max_rows:int = 0                       # keep so many rows, the first of the order (0: all)
 
 # %% ../nbs/00_recipe.ipynb #78902c46
 @dataclass
@@ -176,13 +185,15 @@ class Recipe:
     eval:Eval = field(default_factory=Eval)    # fine-tuning
     impl:Impl = field(default_factory=Impl)    # how it is computed
 
-# %% ../nbs/00_recipe.ipynb #74cc1c53
+# %% ../nbs/00_recipe.ipynb #53c0a581
 GROUPS = dict(arch=Arch, data=Data, train=Train, eval=Eval, impl=Impl)
 
 _biased = dict(use_bias=True, qkv_bias=True, decoder_bias=True, hidden_act='gelu', head_transform='dense',
                position_embedding_type='learned', final_norm=False, classifier_pooling='first')
 _bert_o = dict(gradient_clipping=0.0, batch_size_ramp=0.0, mlm_probability=0.15)
-_web = dict(source='hub', deduplicate=True, deduplication_threshold=75, trash_cutoff=0.25, ordering='sentence-length-curriculum')
+_pile = dict(source='hub', hub_path='monology/pile-uncopyrighted', trash_cutoff=0.25, ordering='sentence-length-curriculum', max_rows=85_000_000)
+_ready = dict(source='tokens', ordering='none', heldout=0.0002)      # rows and tokenizer as the authors published them
+_web = dict(source='hub', max_rows=85_000_000, deduplicate=True, deduplication_threshold=75, trash_cutoff=0.25, ordering='sentence-length-curriculum')
 
 # %% ../nbs/00_recipe.ipynb #caec4b06
 PRESETS = dict(arch={
@@ -200,14 +211,24 @@ PRESETS = dict(arch={
                          max_position_embeddings=512, position_embedding_type='learned'),
 })
 
-# %% ../nbs/00_recipe.ipynb #6ed7ecb4
+# %% ../nbs/00_recipe.ipynb #491f1d6e
 PRESETS['data'] = {
     'docstrings': dict(source='docstrings', max_megabytes=16.0, heldout=0.15, deduplicate=True, trash_cutoff=0.4, vocab_size=4096),
     'files': dict(source='files', deduplicate=True, trash_cutoff=0.4, vocab_size=8192),
     'wikipedia': dict(source='hub', hub_path='wikimedia/wikipedia', hub_name='20231101.en'),
+    'bookcorpus': dict(source='hub', hub_path='rojagtap/bookcorpus', concatenate=16),
+    'bookcorpus-wikipedia': dict(source='mix', mix='bookcorpus:1,wikipedia:3', max_rows=35_000_000),
     'c4-subset-processed': dict(_web, hub_path='allenai/c4', hub_name='en', max_documents=25_000_000),
     'openweb': dict(_web, hub_path='Skylion007/openwebtext', max_documents=25_000_000),
     'fineweb-edu': dict(_web, hub_path='HuggingFaceFW/fineweb-edu', hub_name='sample-10BT', ordering='randomized', deduplicate=False),
+    'the-pile': dict(_pile, max_documents=8_000_000),
+    'the-pile-natural': dict(_pile, max_documents=8_000_000, filter_key='meta.pile_set_name', filter_values=['Gutenberg (PG-19)', 'Wikipedia (en)']),
+    'the-pile-dedup': dict(_web, hub_path='EleutherAI/the_pile_deduplicated', max_documents=25_000_000),
+    'the-pile-stream': dict(_pile, max_documents=48_000_000),
+    'pile-readymade': dict(_ready, hub_path='JonasGeiping/the_pile_WordPiecex32768_2efdb9d060d1ae95faf952ec1a50f020'),
+    'pile-readymade-small': dict(_ready, hub_path='JonasGeiping/the_pile_WordPiecex32768_97b8e776baafb99c3892e6572a9f51b3'),
+    'pile-readymade-dedup': dict(_ready, hub_path='JonasGeiping/the_pile_WordPiecex32768_8eb2d0ea9da707676c81314c4ea04507'),
+    'bert-default': dict(source='mix', mix='bookcorpus:1,wikipedia:3', vocab_size=30522, seq_length=512),
     'sanity-check-1': dict(source='random', max_documents=2048),
     'sanity-check-2': dict(source='hub', hub_path='fancyzhx/ag_news', tokenizer='BPE', include_sep=False),
 }
@@ -307,11 +328,11 @@ def _merge(recipe, key, text):
         name = getattr(want, '__name__', str(want)) if not typing.get_args(want) else str(want)
         raise CramError(f"{key}={text} has the wrong type: {name} is expected (now {flat(recipe)[key]!r}).") from None
 
-# %% ../nbs/00_recipe.ipynb #b7c85b7c
+# %% ../nbs/00_recipe.ipynb #550e2c2e
 _POSITIVE = ('arch.hidden_size', 'arch.num_hidden_layers', 'arch.num_attention_heads', 'arch.intermediate_size', 'data.vocab_size', 'data.seq_length',
              'train.lr', 'train.batch_size', 'eval.lr', 'eval.batch_size', 'eval.epochs', 'eval.trials', 'eval.max_seq_length', 'train.eval_rows',
              'impl.keep_checkpoints', 'impl.save_every', 'train.muon_lr', 'train.eval_every')
-_SHARES = ('train.warmup', 'train.cooldown', 'train.batch_size_ramp', 'train.mlm_probability', 'eval.warmup', 'data.heldout', 'data.trash_cutoff')
+_SHARES = ('train.warmup', 'train.cooldown', 'train.batch_size_ramp', 'train.mlm_probability', 'eval.warmup', 'data.heldout', 'data.trash_cutoff', 'data.near_duplicates', 'data.max_bad_lines')
 
 def _check_numbers(values):
     for k in _POSITIVE:
@@ -323,7 +344,7 @@ def _check_numbers(values):
         allowed = _field(k).metadata.get('allowed')
         if allowed and v not in allowed: raise CramError(f"{k}={v} is not supported: choose from {', '.join(allowed)}.{nearest(str(v), allowed)}")
 
-# %% ../nbs/00_recipe.ipynb #e775c1df
+# %% ../nbs/00_recipe.ipynb #e9a364f0
 def check(
     recipe:Recipe,  # any recipe
 )->Recipe:          # the same
@@ -334,6 +355,8 @@ def check(
         raise CramError(f"name={recipe.name} cannot name a folder: use letters, digits, '.', '_' and '-', and begin with a letter or digit.")
     for k, betas in (('train.betas', t.betas), ('eval.betas', recipe.eval.betas)):
         if len(betas) != 2 or not all(0 <= b < 1 for b in betas): raise CramError(f"{k}={betas} is not possible: it is two shares, from 0 up to but not including 1.")
+    if (d.source == 'mix') != bool(d.mix): raise CramError(f"data.mix={d.mix or '(empty)'} belongs to data.source=mix, which is now {d.source}: give both, for example data.source=mix data.mix=wikipedia:2,files:1.")
+    if d.concatenate < 1 or d.max_document_characters < 1: raise CramError("data.concatenate and data.max_document_characters must be at least 1.")
     if recipe.budget <= 0: raise CramError(f"budget={recipe.budget} is not possible: it must be more than zero.")
     if a.hidden_size % a.num_attention_heads:
         raise CramError(f"arch.num_attention_heads={a.num_attention_heads} does not divide arch.hidden_size={a.hidden_size}.")
@@ -375,7 +398,7 @@ def _suggest(key, known):
     same = [k for k in known if k.rpartition('.')[2] == key.rpartition('.')[2]]
     return f" Did you mean {' or '.join(map(repr, same))}?" if same else nearest(key, [*known, *GROUPS])
 
-# %% ../nbs/00_recipe.ipynb #8e33fde2
+# %% ../nbs/00_recipe.ipynb #e9bc23a3
 def compose(
     overrides:list[str],  # 'arch=crammed-bert', 'train.lr=1e-3', 'budget=24', …
     base:str='tiny',      # one of RECIPES, on which the overrides act
@@ -390,7 +413,7 @@ def compose(
         if key in GROUPS: continue
         if key not in known: raise CramError(f"{key} is not an option.{_suggest(key, known)} `cramnb --help` lists them all.")
         recipe = _merge(recipe, key, parse_budget(text) if key == 'budget' else text)
-    if recipe.data.files and recipe.data.source != 'files': raise CramError(f"data.files={recipe.data.files} is not read with data.source={recipe.data.source}: add data=files.")
+    if recipe.data.files and recipe.data.source != 'files' and 'files' not in recipe.data.mix: raise CramError(f"data.files={recipe.data.files} is not read with data.source={recipe.data.source}: add data=files.")
     return check(with_environment(recipe))
 
 # %% ../nbs/00_recipe.ipynb #9a3a5220
