@@ -260,7 +260,7 @@ def normalizer(
     if data.ascii_only: steps.append(normalizers.Replace(Regex(r'[^\x00-\x7F]+'), ''))
     return normalizers.Sequence([*steps, normalizers.Replace(Regex(' {2,}'), ' ')])
 
-# %% ../nbs/01_corpus.ipynb #4bc0c9df
+# %% ../nbs/01_corpus.ipynb #7d0b90f3
 def repeated_bytes(
     raw:np.ndarray,     # uint8 [n], text
     threshold:int,      # bytes
@@ -269,14 +269,16 @@ def repeated_bytes(
     if len(raw) <= threshold: return np.zeros(len(raw), bool)
     raw = np.array(raw, np.uint8)                           # a copy of its own, which the library insists on
     order = divsufsort(raw)
-    shared = np.asarray(kasai(raw, order))[:len(raw)-1]    # bytes that neighbours in the suffix array have in common
-    starts = np.flatnonzero(np.r_[True, shared < threshold])   # where a family of suffixes with one long prefix begins
-    first = np.minimum.reduceat(order, starts)                 # its earliest place in the text stays
-    later = order != np.repeat(first, np.diff(np.r_[starts, len(raw)]))
-    edges, begin = np.zeros(len(raw)+1, np.int32), order[later]
-    np.add.at(edges, begin, 1)                                 # +1 where a cut begins, -1 where it ends
-    np.add.at(edges, begin+threshold, -1)
-    return np.cumsum(edges[:-1]) > 0
+    near = np.r_[False, np.asarray(kasai(raw, order))[:len(raw)-1] >= threshold, False]   # has it a long prefix in common with its neighbour in the suffix array?
+    members = np.flatnonzero(near[1:] | near[:-1])             # suffixes in families of two and more: few, which keeps the memory small
+    if not len(members): return np.zeros(len(raw), bool)
+    begin, starts = order[members], np.flatnonzero(~near[members])   # where each family begins
+    first = np.minimum.reduceat(begin, starts)                 # its earliest place in the text stays
+    later = begin[begin != np.repeat(first, np.diff(np.r_[starts, len(begin)]))]
+    edges = np.zeros(len(raw)+1, np.int32)
+    np.add.at(edges, later, 1)                                 # +1 where a cut begins, -1 where it ends
+    np.add.at(edges, later+threshold, -1)
+    return np.cumsum(edges[:-1], dtype=np.int32) > 0
 
 # %% ../nbs/01_corpus.ipynb #e586bd90
 def deduplicate(
