@@ -3,6 +3,7 @@ import bz2
 import gzip
 import itertools
 import json
+import shutil
 import random
 
 import numpy as np
@@ -430,11 +431,12 @@ def test_shards_share_what_they_have_seen(tmp_path, texts, monkeypatch):
     data = Data(source="files", files=str(tmp_path/"a.jsonl"), vocab_size=1000, seq_length=64, heldout=0.05, deduplicate=True, near_duplicates=0.9)
     build = tmp_path/"build"
     packing.read_stage(data, build, print)
-    clean = packing.clean_stage(data, build, lambda *_: None)
-    unique = packing.Shards(build/"unique")
+    alone = packing.Helpers(data, build, 0)      # no processes: this one does the work
+    clean = packing.clean_stage(data, build, alone, lambda *_: None)
+    unique = packing.Shards(build/"distinct")
     assert len(unique) > 3 and sum(t.count(notice) for t in unique) == 1 and not any("Seen before" in t for t in unique)
     before = [unique[n] for n in range(len(unique))]
     for n in range(2, len(before)): unique.path(n).unlink()      # as if the build had been killed after two shards
-    for p in (build/"clean").glob("*.json"): p.unlink()
+    for task in ("words", "keep"): shutil.rmtree(build/task)
     (build/"heldout.json").unlink()
-    assert packing.clean_stage(data, build, lambda *_: None) == clean and [unique[n] for n in range(len(before))] == before
+    assert packing.clean_stage(data, build, alone, lambda *_: None) == clean and [unique[n] for n in range(len(before))] == before

@@ -86,7 +86,7 @@ def test_orders_have_the_property_that_names_them(ordering, reverse, texts, tmp_
     value = {"sentence": lambda: -(rows == period).sum(1), "fragment": lambda: -(rows == sep).sum(1), "word": lambda: np.array([len(" ".join(c.tokenizer.convert_ids_to_tokens(r.tolist())).replace(" ##", "")) for r in rows]),
              "unigram": lambda: np.log2(frequency/frequency.sum())[rows].mean(1)}[ordering.split("-")[0]]()
     steps = np.diff(value)*(-1 if reverse else 1)
-    assert (steps >= (-3 if ordering.startswith("word") else -1e-9)).all()      # decoding spends or spares a space at a row's ends
+    assert (steps >= (-3 if ordering.startswith("word") else -2e-6)).all()      # decoding spends or spares a space at a row's ends
     assert np.array_equal(c.batch(len(c.rows), 5, 0), rows[:5]), "a curriculum starts again"
 
 
@@ -166,10 +166,10 @@ def test_finished_shards_are_not_built_again(texts, tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", [1, 3, 6])
 def test_a_full_disk_is_one_message_and_keeps_what_is_finished(where, texts, tmp_path, monkeypatch):
     real, calls = packing.write_json, []
-    def full(path, value):
+    def full(path, value, **options):
         calls.append(path)
         if len(calls) == where: raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(path, value)
+        real(path, value, **options)
     monkeypatch.setattr(packing, "write_json", full)
     with pytest.raises(DiskFull, match="The disk is full.*finished parts are kept"): prepare_corpus(small(texts), tmp_path)
     assert not store_folder(small(texts), tmp_path).exists()
