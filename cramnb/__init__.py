@@ -12,6 +12,7 @@
 - `cramnb.mlm`: A decoder that looks only where it is asked, and the model classes
 - `cramnb.optim`: AdamW by hand, Muon for matrices, and who gets weight decay
 - `cramnb.packing`: Pack the tokens once, and read them for ever
+- `cramnb.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
 - `cramnb.recipe`: One graphics card, one day, and every choice of the run in one typed object
 - `cramnb.schedule`: Learning rate and batch size as functions of the share of the day that is spent
 - `cramnb.show`: One look for all chapters, and the short text they share

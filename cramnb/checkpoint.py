@@ -1,6 +1,6 @@
 """A day of somebody's only GPU must never be lost, not even its last bit
 
-What a run must remember so that killing it changes nothing: weights, the optimizer's averages, the place in data and budget, the loss scaler and torch's random state. Checkpoints are written beside, flushed and renamed, hold no pickles, and carry hashes, so that one is whole or not there, and a damaged one is named and passed over. A run that is killed and resumed ends with the same weights as an unbroken one, bit for bit.
+What a run must remember so that killing it changes nothing: weights, the optimizer's averages, the place in data and budget, the loss scaler and the random states. Checkpoints are written beside, flushed and renamed, hold no pickles, and carry hashes, so that one is whole or not there, a damaged one is named and passed over, and a full disk ends nothing. A run that is killed and resumed ends with the same weights as an unbroken one, bit for bit.
 
 Docs: https://cramnb.github.io/cramnb/checkpoint.html.md"""
 

@@ -1,6 +1,6 @@
 """Raw text to score table, in three minutes or in twenty-four hours, by one command
 
-The whole recipe, raw text to score table, as one command: `cram`, `pretrain`, `eval` and `data` work, `runs` and `plot` look. A run lives in a folder that knows its recipe, can be stopped at any moment and goes on to the same weights, and ends in a report with a picture and scores beside blind answers. A user's mistake is told in one line, before anything expensive begins.
+The whole recipe, raw text to score table, as one command: `cram`, `pretrain`, `eval` and `data` work; `runs`, `plot` and `probe` look. A run lives in a folder that knows its recipe, can be stopped at any moment and goes on to the same weights, and ends in a report with a picture and scores beside blind answers. A user's mistake is told in one line, before anything expensive begins.
 
 Docs: https://cramnb.github.io/cramnb/cram.html.md"""
 
@@ -9,12 +9,13 @@ Docs: https://cramnb.github.io/cramnb/cram.html.md"""
 # %% auto #0
 __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_folder', 'open_run', 'free_name', 'alone',
            'masked_rows', 'heldout_batches', 'make_trainer', 'auto_microbatch', 'Interruptible', 'pretrain', 'open_log',
-           'measure', 'train_loop', 'finish', 'pretrain_table', 'write_report', 'data_verb', 'pretrain_verb', 'dry_run',
-           'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks', 'check_start', 'cram_verb', 'runs_verb',
-           'plot_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
+           'measure', 'train_loop', 'finish', 'pretrain_table', 'write_report', 'wants_local', 'data_verb',
+           'pretrain_verb', 'dry_run', 'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks',
+           'check_start', 'cram_verb', 'runs_verb', 'plot_verb', 'probe_verb', 'usage', 'verb_help', 'read_command',
+           'latest_run', 'go_on', 'main']
 
-# %% ../nbs/23_cram.ipynb #f26b9d93
-import dataclasses, hashlib, json, os, shlex, shutil, signal, sys, tempfile, threading, time
+# %% ../nbs/23_cram.ipynb #8f868f18
+import dataclasses, hashlib, json, os, random, shlex, shutil, signal, sys, tempfile, threading, time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,15 +23,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from .attention import check_attention
-from .checkpoint import Keeper, NotSaved, checkpoints
+from .checkpoint import Keeper, checkpoints
 from .distributed import Follower, LostRank, World, join_world, launcher, places, resume, spread
-from .finetune import evaluate_checkpoint, mean_score, quiet, score_table, summarise
-from .glue import LOCAL, load_task, local_suite, task_names
+from .finetune import evaluate_checkpoint, load_tokenizer, mean_score, plot_scores, quiet, score_table, summarise, within_rules
+from .glue import LOCAL, load_tasks, local_suite, task_folder, task_names
 from .masking import Masked, mask_rate_at, mask_tokens, microbatch_generator
 from .mlm import build_model, count_parameters, flops_per_token
 from .packing import Corpus, data_card, prepare_corpus, store_folder, write_json
+from .probe import fill_blank
 from .recipe import (GROUPS, PRESETS, CramError, Recipe, compose, diff, flat, from_dict, nearest, option_table, show_budget, tiny, to_dict)
 from .schedule import lr_factor
 from .tokenizer import word_starts
@@ -131,7 +134,7 @@ def heldout_batches(
     return [mask_tokens(part, mlm_probability=mlm_probability, mask_token_id=corpus.tokenizer.mask_token_id, vocab_size=recipe.data.vocab_size,
                         generator=microbatch_generator(0, i)) for i, part in enumerate(rows.split(64))]
 
-# %% ../nbs/23_cram.ipynb #f11449a3
+# %% ../nbs/23_cram.ipynb #f4ea00ee
 def make_trainer(
     recipe:Recipe,          # the run
     corpus:Corpus,          # its text
@@ -146,9 +149,9 @@ def make_trainer(
         torch.use_deterministic_algorithms(True)
     if device.type == 'cuda': torch.set_float32_matmul_precision('high')
     precision = pick_precision(i, device)
-    check_attention(i.attn_implementation, device.type, str(precision).removeprefix('torch.'))
-    torch.manual_seed(recipe.seed)
-    model = build_model(recipe.arch, recipe.data.vocab_size, corpus.tokenizer.pad_token_id, i.attn_implementation).to(device)
+    check_attention(i.attn_implementation, device.type, str(precision).removeprefix('torch.'), recipe.arch.attention_probs_dropout_prob*recipe.train.dropout)
+    for seed in (torch.manual_seed, np.random.seed, random.seed): seed(recipe.seed)
+    model = build_model(recipe.arch, recipe.data.vocab_size, corpus.tokenizer.pad_token_id, i.attn_implementation, i.loss_chunk_size).to(device)
     batches = masked_rows(corpus, recipe, device)
     size = auto_microbatch(recipe, model, batches, device) if i.microbatch_size == 'auto' else int(i.microbatch_size)
     train = dataclasses.replace(recipe.train, batch_size=min(recipe.train.batch_size, 2*size)) if recipe.dryrun else recipe.train
@@ -271,7 +274,7 @@ def finish(recipe, corpus, folder, trainer, found)->dict:
     write_json(folder/'pretrain.json', summary)
     return summary
 
-# %% ../nbs/23_cram.ipynb #ad2735b0
+# %% ../nbs/23_cram.ipynb #66adbbf1
 def _hardware(s):
     "What the machine did meanwhile, as far as it tells."
     parts = [form.format(s[k]) for k, form in dict(tflops='{:.3g} TFLOP/s', peak_share="{:.0%} of the card's peak", memory_gb='{:.1f} GB', energy_kwh='{:.3g} kWh').items() if s.get(k) is not None]
@@ -306,12 +309,12 @@ def write_report(
     summary, rows = json.loads((folder/'pretrain.json').read_text()), [json.loads(l) for l in (folder/'metrics.jsonl').read_text().splitlines()]
     plot_run(rows, summary).savefig(folder/'run.png', dpi=110)
     parts = [f'# Run {recipe.name}', pretrain_table(summary, recipe), '![Loss, learning rate and batch size against time](run.png)']
-    if trials: parts += [f'## Scores ({recipe.eval.tasks})', score_table(trials, recipe.eval)]
+    if trials: parts += [f'## Scores ({recipe.eval.files or recipe.eval.tasks})', score_table(trials, recipe.eval), '![All trials, task by task](glue.png)']
     parts += ['## Recipe', '\n'.join(['| choice | value |', '|---|---|', *(f'| {k} | {v} |' for k, v in flat(recipe).items())]), '## Data', data_card(corpus.card).replace('# ', '### ', 1)]
     (folder/'report.md').write_text('\n\n'.join(parts) + '\n', encoding='utf-8')
     return folder/'report.md'
 
-# %% ../nbs/23_cram.ipynb #93a65324
+# %% ../nbs/23_cram.ipynb #d998d64b
 def _corpus(recipe, bars, say):
     "Prepare or reuse the corpus, and say which."
     corpus, was_there = prepare_corpus(recipe.data, Path(recipe.impl.path).expanduser(), bars)
@@ -321,17 +324,31 @@ def _corpus(recipe, bars, say):
 
 def _suite(recipe, corpus):
     "The local tasks, when they are asked for."
-    return local_suite(corpus.heldout_documents()) if set(task_names(recipe.eval.tasks)) & set(LOCAL) else None
+    return local_suite(corpus.heldout_documents()) if wants_local(recipe) else None
+
+def wants_local(recipe)->bool:
+    "Does the evaluation ask for tasks made of the corpus?"
+    return not recipe.eval.files and bool(set(task_names(recipe.eval.tasks)) & set(LOCAL))
 
 def _checkpoint(recipe, folder):
-    "The Hugging Face folder that eval.checkpoint names."
-    if not folder.is_dir() and recipe.eval.checkpoint in ('latest', 'untrained'): raise CramError(f"There is no run {folder}.{nearest(folder.name, [p.parent.name for p in folder.parent.glob('*/pretrain.json')])}")
-    if recipe.eval.checkpoint in ('latest', 'untrained'):
-        if not (folder/'model').is_dir(): raise CramError(f"{folder} holds no trained model: run `cramnb pretrain name={recipe.name}` first, or name a folder with eval.checkpoint=FOLDER.")
-        return folder/'model'
-    path = Path(recipe.eval.checkpoint).expanduser()
-    if not (path/'config.json').exists(): raise CramError(f"eval.checkpoint={recipe.eval.checkpoint} is not a folder with a config.json: give latest, untrained, or a Hugging Face folder.")
-    return path
+    "The Hugging Face folder or hub name that eval.checkpoint means; a name ending in -untrained lends its architecture alone."
+    value, base = recipe.eval.checkpoint, Path(recipe.base_dir).expanduser()
+    if value.startswith('hf://'):
+        name = value.removeprefix('hf://').removesuffix('-untrained')
+        load_tokenizer(name)        # not there, or no network: said now
+        return name
+    if value in ('latest', 'untrained'): return _model(folder, recipe)
+    value = value.removesuffix('-untrained')
+    for path in (Path(value).expanduser(), base/value/'model'):
+        if (path/'config.json').exists(): return path
+    if (base/value).is_dir() and Path(value).name == value: return _model(base/value, recipe)
+    runs = [p.parent.name for p in base.glob('*/pretrain.json')]
+    raise CramError(f"eval.checkpoint={recipe.eval.checkpoint} is not a run and not a folder with a config.json: give latest, untrained, hf://NAME, a Hugging Face folder, or a run.{nearest(value, runs)}")
+
+def _model(folder, recipe):
+    if not folder.is_dir(): raise CramError(f"There is no run {folder}.{nearest(folder.name, [p.parent.name for p in folder.parent.glob('*/pretrain.json')])}")
+    if not (folder/'model').is_dir(): raise CramError(f"{folder} holds no trained model: run `cramnb pretrain name={folder.name}` first, or name a folder with eval.checkpoint=FOLDER.")
+    return folder/'model'
 
 # %% ../nbs/23_cram.ipynb #eb3aaa7e
 def data_verb(recipe:Recipe, bars:Bars, say:Callable=print):
@@ -378,7 +395,7 @@ def dry_run(recipe, corpus, bars, say, world=World()):
     bars.close()
     if world.is_first: say(f"Dry run: {summary['updates']} updates, {summary['parameters']:,} parameters, loss {summary['loss']:.2f}. Nothing was kept.")
 
-# %% ../nbs/23_cram.ipynb #20817b0b
+# %% ../nbs/23_cram.ipynb #4276a934
 def protocol_key(
     recipe:Recipe,          # reads eval
     checkpoint:Path,        # what is scored
@@ -395,13 +412,14 @@ def run_eval(recipe, corpus, checkpoint, folder, bars)->tuple[list,Path]:
     trials = evaluate_checkpoint(checkpoint, recipe.eval, where, _suite(recipe, corpus), recipe.seed, pick_device(recipe.impl), bars)
     bars.close()
     mean, harmonic = mean_score(summarise(trials))
-    scores = dict(protocol=dataclasses.asdict(recipe.eval), mean=mean, harmonic_mean=harmonic, scores=[dataclasses.asdict(s) for s in summarise(trials)])
+    scores = dict(checkpoint=str(checkpoint), protocol=dataclasses.asdict(recipe.eval), rules=within_rules(recipe.eval), mean=mean, harmonic_mean=harmonic, scores=[dataclasses.asdict(s) for s in summarise(trials)])
     for place in (where, folder) if recipe.eval.checkpoint == 'latest' else (where,):
         write_json(place/'glue.json', scores)
-        (place/'glue.md').write_text(score_table(trials, recipe.eval) + '\n', encoding='utf-8')
+        (place/'glue.md').write_text(score_table(trials, recipe.eval) + '\n\n![All trials, task by task](glue.png)\n', encoding='utf-8')
+        plot_scores(summarise(trials), f'run {recipe.name}').savefig(place/'glue.png', dpi=110)
     return trials, where
 
-# %% ../nbs/23_cram.ipynb #dcfe4e1d
+# %% ../nbs/23_cram.ipynb #a5bec8ca
 def eval_verb(recipe:Recipe, bars:Bars, say:Callable=print):
     "Fine-tune and score a trained model."
     check_tasks(recipe)
@@ -411,11 +429,11 @@ def eval_verb(recipe:Recipe, bars:Bars, say:Callable=print):
         before = read_recipe(folder)
         recipe = dataclasses.replace(recipe, arch=before.arch, data=before.data, train=before.train, budget=before.budget, seed=before.seed)
     own = recipe.eval.checkpoint == 'latest' and finished(folder)       # other weights must not sign this run's report
-    corpus = _corpus(recipe, bars, say) if own or set(task_names(recipe.eval.tasks)) & set(LOCAL) else None
+    corpus = _corpus(recipe, bars, say) if own or wants_local(recipe) else None
     if recipe.dryrun: return dry_eval(recipe, corpus, checkpoint, bars, say)
     trials, where = run_eval(recipe, corpus, checkpoint, folder, bars)
     if own: write_report(recipe, folder, corpus, trials)
-    say(f"\n{score_table(trials, recipe.eval)}\n\nScores: {where}")
+    say(f"\n{score_table(trials, recipe.eval)}\n\nScores, answers, picture: {where}")
 
 def dry_eval(recipe, corpus, checkpoint, bars, say):
     "Two updates a task in a temporary folder."
@@ -424,25 +442,26 @@ def dry_eval(recipe, corpus, checkpoint, bars, say):
         trials, _ = run_eval(dataclasses.replace(recipe, eval=ev), corpus, checkpoint, Path(scratch), bars)
     say(f"Dry run: two updates for each of {', '.join(t.task for t in trials)}. Nothing was kept.")
 
-# %% ../nbs/23_cram.ipynb #f6b77661
+# %% ../nbs/23_cram.ipynb #22a27c47
 def check_tasks(recipe:Recipe):
     "Look at what the last stage needs before the first one starts: nobody wants to learn of a missing folder after a day."
-    for name in task_names(recipe.eval.tasks):
-        if name not in LOCAL and recipe.eval.glue_dir and not (Path(recipe.eval.glue_dir).expanduser()/name).is_dir():
-            raise CramError(f"eval.glue_dir={recipe.eval.glue_dir}: there is no folder {name} in it.")
+    if recipe.eval.files: load_tasks(recipe.eval)
+    for name in task_names(recipe.eval.tasks) if not recipe.eval.files else ():
+        if name not in LOCAL and recipe.eval.glue_dir: task_folder(name, recipe.eval.glue_dir)
     lr_factor(recipe.eval.scheduler, 0.0)
     pick_device(recipe.impl)
 
 def check_start(recipe:Recipe):
     "The same for training: folder, device, attention, schedule."
+    check_trackers(recipe)
     if not recipe.dryrun: check_folder(recipe)
     check_tasks(recipe)
-    check_trackers(recipe)
     lr_factor(recipe.train.scheduler, 0.0)
     device = pick_device(recipe.impl)
-    check_attention(recipe.impl.attn_implementation, device.type, str(pick_precision(recipe.impl, device)).removeprefix('torch.'))
+    precision = str(pick_precision(recipe.impl, device)).removeprefix('torch.')
+    check_attention(recipe.impl.attn_implementation, device.type, precision, recipe.arch.attention_probs_dropout_prob*recipe.train.dropout)
 
-# %% ../nbs/23_cram.ipynb #f3ec0fbd
+# %% ../nbs/23_cram.ipynb #1b0eed8d
 def cram_verb(recipe:Recipe, bars:Bars, say:Callable=print):
     "Raw text to score report."
     if recipe.eval.checkpoint != 'latest': raise CramError(f"eval.checkpoint={recipe.eval.checkpoint} is for `cramnb eval`; `cramnb cram` scores the model it trains.")
@@ -450,7 +469,7 @@ def cram_verb(recipe:Recipe, bars:Bars, say:Callable=print):
         say = world.only_first(say)
         recipe, corpus = _start(recipe, bars, say, world)
         suite = _suite(recipe, corpus)
-        for name in task_names(recipe.eval.tasks) if world.is_first else []: load_task(name, recipe.eval.glue_dir, suite)     # now, not after a day
+        if world.is_first: load_tasks(recipe.eval, suite)     # now, not after a day
         if recipe.dryrun: return dry_run(recipe, corpus, bars, say, world)
         folder = _train(recipe, corpus, bars, say, world)
     if not world.is_first: return         # the exam is short, and one card's work
@@ -477,9 +496,20 @@ def plot_verb(words:list[str], say:Callable=print):
         for sign in diagnose(rows): say(f"{name}: {sign}")
     say(f"Picture: {path} ({', '.join(logs)})")
 
-# %% ../nbs/23_cram.ipynb #216a08ed
+# %% ../nbs/23_cram.ipynb #6ec97b9a
+def probe_verb(words:list[str], say:Callable=print):
+    "Fill the blanks of a text: probe [name=RUN] text='the [MASK] of the array'."
+    own = dict(w.split('=', 1) for w in words if w.startswith('text='))
+    _, recipe = read_command(['eval', *(w for w in words if not w.startswith('text='))])
+    checkpoint = _checkpoint(recipe, run_folder(recipe))
+    with quiet(): model, tokenizer = AutoModelForMaskedLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    text = own.get('text', f'returns the {tokenizer.mask_token} of the array .')
+    say(f'{checkpoint}: {text}')
+    for guesses in fill_blank(model, tokenizer, text): say('  ' + ', '.join(f'{token} {p:.1%}' for token, p in guesses))
+
+# %% ../nbs/23_cram.ipynb #d8ec89c7
 VERBS = dict(cram=cram_verb, pretrain=pretrain_verb, eval=eval_verb, data=data_verb)
-LOOKERS = dict(runs=runs_verb, plot=plot_verb)     # verbs that only look, and read their own words
+LOOKERS = dict(runs=runs_verb, plot=plot_verb, probe=probe_verb)     # verbs that only look, and read their own words
 
 def usage()->str:
     "What `cramnb --help` prints first."

@@ -8,14 +8,16 @@ Docs: https://cramnb.github.io/cramnb/watch.html.md"""
 
 # %% auto #0
 __all__ = ['PEAKS', 'CLOCKED', 'AXES', 'COLOURS', 'read_log', 'Log', 'card_peak', 'memory_gb', 'Energy', 'card_uuids',
-           'seconds_left', 'totals', 'Meter', 'check_trackers', 'TensorBoard', 'WeightsAndBiases', 'Trackers',
-           'show_seconds', 'glance', 'notes_of', 'Bars', 'smooth', 'plot_run', 'plot_runs', 'LiveChart', 'diagnose',
+           'seconds_left', 'show_seconds', 'Meter', 'totals', 'smooth', 'plot_runs', 'diagnose', 'check_trackers',
+           'TensorBoard', 'WeightsAndBiases', 'Trackers', 'glance', 'notes_of', 'Bars', 'LiveChart', 'plot_run',
            'lock_path', 'is_running', 'run_state', 'list_runs', 'runs_table', 'save_plot']
 
-# %% ../nbs/18_watch.ipynb #8167cc2f
+# %% ../nbs/18_watch.ipynb #da25e5e3
 import importlib.util, json, math, os, re, secrets, sys, time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from statistics import median
 
 import torch
 from filelock import FileLock, Timeout
@@ -25,7 +27,7 @@ from tqdm import tqdm
 from .packing import write_json
 from .recipe import CramError, Recipe, Train, nearest, to_dict
 
-# %% ../nbs/18_watch.ipynb #0298f35c
+# %% ../nbs/18_watch.ipynb #9944e826
 def read_log(
     path:Path,              # metrics.jsonl of a run, finished or not
     last:float=float('inf'),  # leave out later updates
@@ -39,6 +41,7 @@ def read_log(
         rows[row['update']] = row | {k: float('nan') for k in ('loss', 'grad_norm') if k in row and row[k] is None}
     return [rows[u] for u in sorted(rows)]
 
+# %% ../nbs/18_watch.ipynb #09d38b46
 class Log:
     "metrics.jsonl: one line an update, cut back to the checkpoint when a run goes on; `seen` is the last update it held before."
     def __init__(self, path:Path, update:int=0, measure:Callable=lambda row: row, tell:Callable=lambda row: None):
@@ -59,7 +62,7 @@ class Log:
         self.tell(row)
         return row
 
-# %% ../nbs/18_watch.ipynb #d04231bd
+# %% ../nbs/18_watch.ipynb #9666f8a2
 PEAKS = {   # card: (dense 16-bit TFLOP/s with 32-bit accumulation, where it is written)
     'B200': (2250, 'data sheet'), 'H200': (989.4, 'data sheet'), 'H200 NVL': (835.5, 'data sheet'), 'GH200': (989.4, 'data sheet'), 'H100': (989.4, 'data sheet'), 'H100 PCIE': (756.5, 'data sheet'),
     'H100 NVL': (835.5, 'data sheet'), 'H20': (148, 'data sheet'), 'A100': (312, 'data sheet'), 'A800': (312, 'data sheet'), 'A40': (149.7, 'data sheet'), 'A30': (165, 'data sheet'),
@@ -70,6 +73,7 @@ PEAKS = {   # card: (dense 16-bit TFLOP/s with 32-bit accumulation, where it is 
     'RTX 5090': (209.5, 'Blackwell white paper'),
 }
 
+# %% ../nbs/18_watch.ipynb #002cf2cd
 def card_peak(
     name:str,               # as torch.cuda.get_device_name tells it
 )->float|None:              # TFLOP/s, or None for a card that is not in PEAKS
@@ -90,7 +94,7 @@ def memory_gb(
     except ImportError: return None               # Windows tells neither way
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == 'darwin' else 1024)/1e9
 
-# %% ../nbs/18_watch.ipynb #81296146
+# %% ../nbs/18_watch.ipynb #b9dad73c
 class Energy:
     "What the cards have taken since this object was made, by NVML's counter, or by power times time on cards without one."
     def __init__(self, uuids:list[str], clock:Callable=time.monotonic):
@@ -118,6 +122,7 @@ class Energy:
         self.last = now
         return self.spent
 
+# %% ../nbs/18_watch.ipynb #d03556a2
 def card_uuids(
     device:torch.device,    # that trains
 )->list[str]:               # of this machine's cards that work on the run
@@ -127,7 +132,7 @@ def card_uuids(
     index = torch.cuda.current_device() if device.index is None else device.index
     return [f'GPU-{torch.cuda.get_device_properties(i).uuid}' for i in (range(local) if local > 1 else [index])]
 
-# %% ../nbs/18_watch.ipynb #0a2fc951
+# %% ../nbs/18_watch.ipynb #79dc4ce7
 def seconds_left(
     row:dict,               # of the log: elapsed, tokens, update
     train:Train,            # reads progress, max_tokens, max_updates
@@ -138,17 +143,14 @@ def seconds_left(
     done, all_ = (row['tokens'], train.max_tokens) if train.progress == 'tokens' else (row['update'], train.max_updates)
     return max(0.0, (all_ - done)*row['elapsed']/max(done, 1))
 
-def totals(
-    rows:list[dict],        # of a log with what a `Meter` adds
-)->dict:                    # tflops, peak_share over the whole run; memory_gb, energy_kwh at its end
-    "What the machine did in all; None where it was not told."
-    out = dict(tflops=None, peak_share=None) | {k: rows[-1].get(k) if rows else None for k in ('memory_gb', 'energy_kwh')}
-    if not rows or not rows[-1].get('tflops'): return out
-    r = rows[-1]
-    out['tflops'] = r['tflops']/r['tokens_per_second']*r['tokens']/max(r['elapsed'], 1e-9)
-    if r.get('peak_share'): out['peak_share'] = out['tflops']*r['peak_share']/r['tflops']
-    return out
+def show_seconds(
+    seconds:float,          # any duration
+)->str:                     # '3h05m', '12m30s', '8s'
+    "A duration as a person would read it."
+    s = round(seconds)
+    return f'{s//3600}h{s%3600//60:02d}m' if s >= 3600 else f'{s//60}m{s%60:02d}s' if s >= 60 else f'{s}s'
 
+# %% ../nbs/18_watch.ipynb #9734c8a9
 CLOCKED = ('elapsed', 'tokens_per_second', 'tflops', 'peak_share', 'memory_gb', 'energy_kwh', 'seconds_left')   # differ from machine to machine
 
 class Meter:
@@ -165,7 +167,75 @@ class Meter:
         return row | dict(tflops=tflops, peak_share=tflops/self.peak if self.peak else None, memory_gb=memory_gb(self.device),
                           energy_kwh=None if joules is None else self.before + joules/3.6e6, seconds_left=seconds_left(row, train, budget))
 
-# %% ../nbs/18_watch.ipynb #f26e0fb7
+# %% ../nbs/18_watch.ipynb #98200c4b
+def totals(
+    rows:list[dict],        # of a log with what a `Meter` adds
+)->dict:                    # tflops, peak_share over the whole run; memory_gb, energy_kwh at its end
+    "What the machine did in all; None where it was not told."
+    out = dict(tflops=None, peak_share=None) | {k: rows[-1].get(k) if rows else None for k in ('memory_gb', 'energy_kwh')}
+    if not rows or not rows[-1].get('tflops'): return out
+    r = rows[-1]
+    out['tflops'] = r['tflops']/r['tokens_per_second']*r['tokens']/max(r['elapsed'], 1e-9)
+    if r.get('peak_share'): out['peak_share'] = out['tflops']*r['peak_share']/r['tflops']
+    return out
+
+# %% ../nbs/18_watch.ipynb #7bb90990
+def smooth(
+    values:list[float],     # noisy, oldest first; NaN is passed over
+    memory:float=0.9,       # weight of everything before the newest value
+)->list[float]:             # as many
+    "Running average, corrected for its start as Adam's are."
+    average, weight, out = 0.0, 0.0, []
+    for v in values:
+        if math.isfinite(v): average, weight = memory*average + (1-memory)*v, memory*weight + (1-memory)
+        out.append(average/weight if weight else math.nan)
+    return out
+
+# %% ../nbs/18_watch.ipynb #c69159d8
+AXES = dict(time=('elapsed', 'training time'), tokens=('tokens', 'tokens seen'), updates=('update', 'updates'))
+
+COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#999999', '#000000')    # those of the chapters
+
+def plot_runs(
+    logs:dict[str,list[dict]],  # name of a run -> rows of its log
+    x:str='time',           # 'time', 'tokens' or 'updates'
+)->Figure:
+    "Lay the losses of runs over one another: smoothed training loss, dots where text was held out."
+    if x not in AXES: raise CramError(f"x={x} is not an axis: choose from {', '.join(AXES)}.{nearest(x, AXES)}")
+    key, label = AXES[x]
+    longest = max((r[-1].get(key, 0) for r in logs.values() if r), default=0)
+    size, unit = next(((s, u) for s, u in ((3600, 'hours'), (60, 'minutes')) if longest > 2*s), (1, 'seconds')) if x == 'time' else next(((s, u) for s, u in ((1e9, 'billion'), (1e6, 'million')) if longest > 2*s), (1, ''))
+    fig = Figure(figsize=(8, 4.5), layout='constrained')
+    ax = fig.subplots()
+    for i, (name, rows) in enumerate(logs.items()):
+        at, colour, style = [r[key]/size for r in rows], COLOURS[i % 6], ('-', '--', ':', '-.')[i//6 % 4]
+        ax.plot(at, [r['loss'] for r in rows], color=colour, lw=.5, alpha=.25)
+        ax.plot(at, smooth([r['loss'] for r in rows]), color=colour, ls=style, label=name)
+        held = [(r[key]/size, r['heldout']) for r in rows if r.get('heldout') is not None]
+        if held: ax.plot(*zip(*held), 'o', color=colour, mec='white', ms=6)
+    ax.set(xlabel=label + (f' ({unit})' if unit else ''), ylabel='loss (nats per token)', title='Training loss, smoothed; dots: held-out loss')
+    ax.spines[['top', 'right']].set_visible(False); ax.legend(frameon=False)
+    return fig
+
+# %% ../nbs/18_watch.ipynb #11e4d476
+def diagnose(
+    rows:list[dict],        # of a log
+)->list[str]:               # a sentence for each sign, or none
+    "Signs of a sick run, from its log alone: divergence, updates left out, a loss that does not move, a pipeline that starves."
+    if len(rows) < 20: return []
+    signs, loss, at = [], smooth([r['loss'] for r in rows]), len(rows)//10
+    best, lowest = min(range(len(rows)), key=lambda i: loss[i]), list(accumulate(loss, min))
+    peak = max(range(len(rows)), key=lambda i: loss[i] - lowest[i])
+    if not math.isfinite(rows[-1]['loss']) or loss[-1] > loss[best] + 0.5:
+        signs.append(f"The loss was {loss[best]:.2f} at update {rows[best]['update']} and is {loss[-1]:.2f} now: it diverges. Lower the learning rate, warm up longer, or clip.")
+    elif loss[peak] > lowest[peak] + 0.5: signs.append(f"The loss jumped to {loss[peak]:.2f} at update {rows[peak]['update']} and came back: the learning rate is at the edge.")
+    if rows[-1].get('skipped'): signs.append(f"{rows[-1]['skipped']} updates were left out because something was not finite.")
+    if abs(loss[at] - min(loss[at:])) < 0.02: signs.append(f"The loss has not moved since update {rows[at]['update']}: is the learning rate zero, or the model frozen?")
+    rates, late = ([r['tokens_per_second'] for r in part] for part in (rows[:max(10, len(rows)//2)], rows[-max(5, len(rows)//10):]))
+    if median(late) < median(rates)/2: signs.append(f"It runs at {median(late):,.0f} tokens a second; {median(rates):,.0f} were usual: is the data late, or the card shared or hot?")
+    return signs
+
+# %% ../nbs/18_watch.ipynb #77b53473
 def check_trackers(
     recipe:Recipe,          # reads wandb.enabled, impl.tensorboard
 ):
@@ -175,6 +245,7 @@ def check_trackers(
         if on and (spec is None or spec.origin is None):      # a folder of that name is no library
             raise CramError(f"{key} needs {module}, which is not installed: pip install 'cramnb[track]'")
 
+# %% ../nbs/18_watch.ipynb #84154b2d
 class TensorBoard:
     "Event files in NAME/tensorboard. Steps that are done again after a kill are purged by TensorBoard itself."
     def __init__(self, recipe:Recipe, folder:Path, update:int):
@@ -187,8 +258,9 @@ class TensorBoard:
 
     def close(self, summary:dict): self.writer.close()
 
+# %% ../nbs/18_watch.ipynb #806e3db6
 class WeightsAndBiases:
-    "One W&B run for one run of ours, whatever is killed: its id, and the last step it was told, are kept in tracking.json."
+    "One W&B run for one run of ours, whatever is killed: tracking.json keeps its id and the last step it was told. What W&B had not written when a machine died stays only in metrics.jsonl."
     def __init__(self, recipe:Recipe, folder:Path, seen:int):
         import wandb
         w, path = recipe.wandb, folder/'tracking.json'
@@ -198,6 +270,7 @@ class WeightsAndBiases:
         try: self.run = wandb.init(project=w.project or None, entity=w.entity if w.entity not in ('', 'null') else None, name=recipe.name, id=kept['wandb_id'], resume='allow', tags=w.tags or None,
                               mode=None if w.mode == 'auto' else w.mode, dir=str(folder), config=to_dict(recipe), settings=wandb.Settings(silent=True, console='off', login_timeout=30))
         except wandb.errors.UsageError as e: raise CramError(f"Weights & Biases refuses ({' '.join(str(e).split())[:150]}): `wandb login` once, or wandb.mode=offline.") from None
+        if self.run.resumed: self.told = self.run.step - 1      # online, the server knows best
         self.where = self.run.url or Path(self.run.dir).parent
 
     def write(self, update:int, values:dict[str,float]):
@@ -238,14 +311,7 @@ class Trackers:
         for t in list(self.all): self.guard('close', lambda: t.close(self.summary), t)
         self.all = []
 
-# %% ../nbs/18_watch.ipynb #eed469be
-def show_seconds(
-    seconds:float,          # any duration
-)->str:                     # '3h05m', '12m30s', '8s'
-    "A duration as a person would read it."
-    s = round(seconds)
-    return f'{s//3600}h{s%3600//60:02d}m' if s >= 3600 else f'{s//60}m{s%60:02d}s' if s >= 60 else f'{s}s'
-
+# %% ../nbs/18_watch.ipynb #5ba1d91f
 _GLANCE = dict(loss='loss {:.2f}', heldout='held-out {:.2f}', tokens_per_second='{:,.0f} tokens/s', peak_share='{:.0%} of the peak')
 
 def glance(
@@ -295,63 +361,7 @@ class Bars:
         elif self.stage and self.last[1] and self.said[1] < 1: self.line(end=True)
         self.bar = self.stage = None
 
-# %% ../nbs/18_watch.ipynb #345bba77
-def smooth(
-    values:list[float],     # noisy, oldest first; NaN is passed over
-    memory:float=0.9,       # weight of everything before the newest value
-)->list[float]:             # as many
-    "Running average, corrected for its start as Adam's are."
-    average, weight, out = 0.0, 0.0, []
-    for v in values:
-        if math.isfinite(v): average, weight = memory*average + (1-memory)*v, memory*weight + (1-memory)
-        out.append(average/weight if weight else math.nan)
-    return out
-
-def plot_run(
-    rows:list[dict],        # of metrics.jsonl
-    summary:dict,           # of pretrain.json
-)->Figure:
-    "Loss, learning rate and batch size against time."
-    x, seconds = [r['elapsed'] for r in rows], rows[-1]['elapsed'] if rows else 0
-    unit, size = ('hours', 3600) if seconds > 7200 else ('minutes', 60)
-    x = [v/size for v in x]
-    fig = Figure(figsize=(9, 6), layout='constrained')
-    top, mid, low = fig.subplots(3, 1, sharex=True, height_ratios=[3, 1, 1])
-    top.plot(x, [r['loss'] for r in rows], color='0.7', lw=1, label='training loss')
-    held = [(v, r['heldout']) for v, r in zip(x, rows) if 'heldout' in r]
-    top.plot([0, *(h[0] for h in held), *x[-1:]], [summary['first_heldout'], *(h[1] for h in held), *[summary['heldout']]*bool(x)], 'o-', color='#0072B2', label='held-out loss')
-    top.axhline(summary['unigram'], color='#D55E00', ls='--', label='unigram entropy: word frequencies alone')
-    top.set_ylabel('nats per token'); top.legend(frameon=False)
-    mid.plot(x, [r['lr'] for r in rows], color='#009E73'); mid.set_ylabel('learning rate')
-    low.step(x, [r['batch_size'] for r in rows], color='#CC79A7'); low.set_ylabel('batch size'); low.set_xlabel(f'{unit} of the budget')
-    return fig
-
-# %% ../nbs/18_watch.ipynb #b52b0085
-AXES = dict(time=('elapsed', 'training time'), tokens=('tokens', 'tokens seen'), updates=('update', 'updates'))
-COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#999999', '#000000')    # those of the chapters
-
-def plot_runs(
-    logs:dict[str,list[dict]],  # name of a run -> rows of its log
-    x:str='time',           # 'time', 'tokens' or 'updates'
-)->Figure:
-    "Lay the losses of runs over one another: smoothed training loss, dots where text was held out."
-    if x not in AXES: raise CramError(f"x={x} is not an axis: choose from {', '.join(AXES)}.{nearest(x, AXES)}")
-    key, label = AXES[x]
-    longest = max((r[-1].get(key, 0) for r in logs.values() if r), default=0)
-    size, unit = next(((s, u) for s, u in ((3600, 'hours'), (60, 'minutes')) if longest > 2*s), (1, 'seconds')) if x == 'time' else next(((s, u) for s, u in ((1e9, 'billion'), (1e6, 'million')) if longest > 2*s), (1, ''))
-    fig = Figure(figsize=(8, 4.5), layout='constrained')
-    ax = fig.subplots()
-    for i, (name, rows) in enumerate(logs.items()):
-        at, colour, style = [r[key]/size for r in rows], COLOURS[i % 6], ('-', '--', ':', '-.')[i//6 % 4]
-        ax.plot(at, [r['loss'] for r in rows], color=colour, lw=.5, alpha=.25)
-        ax.plot(at, smooth([r['loss'] for r in rows]), color=colour, ls=style, label=name)
-        held = [(r[key]/size, r['heldout']) for r in rows if r.get('heldout') is not None]
-        if held: ax.plot(*zip(*held), 'o', color=colour, mec='white', ms=6)
-    ax.set(xlabel=label + (f' ({unit})' if unit else ''), ylabel='loss (nats per token)', title='Training loss, smoothed; dots: held-out loss')
-    ax.spines[['top', 'right']].set_visible(False); ax.legend(frameon=False)
-    return fig
-
-# %% ../nbs/18_watch.ipynb #5a5257a9
+# %% ../nbs/18_watch.ipynb #150e6c21
 class LiveChart:
     "A `progress` for notebooks: the loss as a growing chart, and a still picture of it when the `with` block ends."
     def __init__(self, every:float=2.0, live:bool|None=None, clock:Callable=time.monotonic):
@@ -391,7 +401,7 @@ class LiveChart:
     def png(self)->bytes:
         "The picture as a file."
         import io
-        self.figure().savefig(out := io.BytesIO(), dpi=80)
+        self.figure().savefig(out := io.BytesIO(), dpi=100)
         return out.getvalue()
 
     def __exit__(self, *_):
@@ -399,23 +409,27 @@ class LiveChart:
         if self.live: self.box.close()
         if self.rows: display(Image(self.png(), format='png'))
 
-# %% ../nbs/18_watch.ipynb #52563004
-def diagnose(
-    rows:list[dict],        # of a log
-)->list[str]:               # a sentence for each sign, or none
-    "Signs of a sick run, from its log alone: divergence, updates left out, a loss that does not move, a pipeline that starves."
-    if len(rows) < 20: return []
-    signs, loss, at = [], smooth([r['loss'] for r in rows]), len(rows)//10
-    best = min(range(at, len(rows)), key=lambda i: loss[i])
-    rates = sorted(r['tokens_per_second'] for r in rows[:max(10, len(rows)//2)])
-    late, usual = sorted(r['tokens_per_second'] for r in rows[-max(5, len(rows)//10):]), rates[len(rates)//2]
-    if not math.isfinite(rows[-1]['loss']) or loss[-1] > loss[best] + 0.5: signs.append(f"The loss was {loss[best]:.2f} at update {rows[best]['update']} and is {loss[-1]:.2f} now: it diverges. Lower the learning rate, warm up longer, or clip.")
-    if rows[-1].get('skipped'): signs.append(f"{rows[-1]['skipped']} updates were left out because something was not finite.")
-    if loss[at] - loss[best] < 0.02: signs.append(f"The loss has not moved since update {rows[at]['update']}: is the learning rate zero, or the model frozen?")
-    if late[len(late)//2] < usual/2: signs.append(f"It runs at {late[len(late)//2]:,.0f} tokens a second; {usual:,.0f} were usual: is the data late, or the card shared or hot?")
-    return signs
+# %% ../nbs/18_watch.ipynb #3937856f
+def plot_run(
+    rows:list[dict],        # of metrics.jsonl
+    summary:dict,           # of pretrain.json
+)->Figure:
+    "Loss, learning rate and batch size against time."
+    x, seconds = [r['elapsed'] for r in rows], rows[-1]['elapsed'] if rows else 0
+    unit, size = ('hours', 3600) if seconds > 7200 else ('minutes', 60)
+    x = [v/size for v in x]
+    fig = Figure(figsize=(9, 6), layout='constrained')
+    top, mid, low = fig.subplots(3, 1, sharex=True, height_ratios=[3, 1, 1])
+    top.plot(x, [r['loss'] for r in rows], color='0.7', lw=1, label='training loss')
+    held = [(v, r['heldout']) for v, r in zip(x, rows) if 'heldout' in r]
+    top.plot([0, *(h[0] for h in held), *x[-1:]], [summary['first_heldout'], *(h[1] for h in held), *[summary['heldout']]*bool(x)], 'o-', color='#0072B2', label='held-out loss')
+    top.axhline(summary['unigram'], color='#D55E00', ls='--', label='unigram entropy: word frequencies alone')
+    top.set_ylabel('nats per token'); top.legend(frameon=False)
+    mid.plot(x, [r['lr'] for r in rows], color='#009E73'); mid.set_ylabel('learning rate')
+    low.step(x, [r['batch_size'] for r in rows], color='#CC79A7'); low.set_ylabel('batch size'); low.set_xlabel(f'{unit} of the budget')
+    return fig
 
-# %% ../nbs/18_watch.ipynb #a4c547df
+# %% ../nbs/18_watch.ipynb #8a558f73
 def lock_path(
     folder:Path,            # of a run
 )->Path:                    # beside it
@@ -431,14 +445,17 @@ def is_running(
         with FileLock(str(lock_path(folder))).acquire(timeout=0): return False
     except (Timeout, OSError): return True
 
+# %% ../nbs/18_watch.ipynb #ba9dabc1
 def run_state(
     folder:Path,            # of a run
 )->dict:                    # state, loss, heldout, score, tokens, device, touched; None where not known
     "What can be said of a run from its files; a damaged one is said to be damaged."
-    read = lambda name: json.loads((folder/name).read_text(encoding='utf-8')) if (folder/name).exists() else {}
+    def read(name):
+        try: return json.loads((folder/name).read_text(encoding='utf-8')) if (folder/name).exists() else {}
+        except ValueError: raise CramError(name) from None
     out = dict(name=folder.name, state='', loss=None, heldout=None, score=None, tokens=None, device=None, touched=max((p.stat().st_mtime for p in folder.iterdir()), default=folder.stat().st_mtime))
     try: recipe, summary, scores = read('recipe.json'), read('pretrain.json'), read('glue.json')
-    except ValueError as e: return out | dict(state=f'damaged ({" ".join(str(e).split())[:40]})')
+    except CramError as e: return out | dict(state=f'damaged ({e})')
     rows = read_log(folder/'metrics.jsonl')
     share = rows[-1].get('progress', 0)*100 if rows else 0
     loss, held = smooth([r.get('loss', math.nan) for r in rows]), [r['heldout'] for r in rows if r.get('heldout') is not None]
@@ -448,6 +465,7 @@ def run_state(
     return out | dict(state=state, loss=summary.get('loss', loss[-1] if loss else None), heldout=summary.get('heldout', held[-1] if held else None), score=scores.get('mean'),
                       tokens=summary.get('tokens', rows[-1].get('tokens') if rows else None), device=summary.get('device_name'))
 
+# %% ../nbs/18_watch.ipynb #72ea538b
 def list_runs(
     base_dir:str|Path,      # folder of runs
 )->list[dict]:              # of `run_state`, the one touched last at the end
@@ -459,7 +477,7 @@ def list_runs(
         except Exception as e: runs.append(dict(name=folder.name, state=f'damaged ({type(e).__name__})', loss=None, heldout=None, score=None, tokens=None, device=None, touched=0.0))
     return sorted(runs, key=lambda r: r['touched'])
 
-# %% ../nbs/18_watch.ipynb #979a43e6
+# %% ../nbs/18_watch.ipynb #ca0d584b
 def runs_table(
     runs:list[dict],        # from `list_runs`
 )->str:                     # a table, aligned for a terminal, that is Markdown too
@@ -472,6 +490,7 @@ def runs_table(
     rule = '|' + '|'.join('-'*(w+1) + ':' if i in right else '-'*(w+2) for i, w in enumerate(wide)) + '|'
     return '\n'.join([line(cells[0]), rule, *map(line, cells[1:])])
 
+# %% ../nbs/18_watch.ipynb #2cda3195
 def save_plot(
     base_dir:str|Path,      # folder of runs
     names:list[str],        # of runs; empty: all that have a log
@@ -485,8 +504,9 @@ def save_plot(
         if n not in there: raise CramError(f"{n!r} is not a run with a log in {base}: " + (f"choose from {', '.join(there)}." if there else "there is none.") + nearest(n, there))
     path = Path(out).expanduser() if out else base/'plot.svg'
     if path.suffix not in ('.svg', '.png', '.pdf'): raise CramError(f"out={out}: give a name that ends in .svg, .png or .pdf.")
-    if not path.parent.is_dir(): raise CramError(f"out={out}: there is no folder {path.parent}.")
-    logs = {n: rows for n in names or there if (rows := read_log(base/n/'metrics.jsonl'))}
+    whole = lambda row: {'loss', 'elapsed', 'tokens', 'tokens_per_second'} <= row.keys()
+    logs = {n: rows for n in names or there if (rows := [r for r in read_log(base/n/'metrics.jsonl') if whole(r)])}
     if not logs: raise CramError(f"{base} holds no run with a log: `cramnb pretrain` makes one.")
+    if not path.parent.is_dir(): raise CramError(f"out={out}: there is no folder {path.parent}.")
     plot_runs(logs, x).savefig(path)
     return path, logs

@@ -1,0 +1,265 @@
+"""The store: orders, names, ready-made rows, and what must never look complete."""
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from conftest import server
+
+import cramnb.packing as packing
+from cramnb.packing import (DiskFull, Shards, load_corpus, order_keys, original_config, original_key, original_source, prepare_corpus, store_folder, store_key, token_lengths)
+from cramnb.recipe import CramError, Data, preset
+
+
+def small(texts: Path, **changes) -> Data:
+    return Data(**dict(source="files", files=str(texts), vocab_size=1000, seq_length=64, heldout=0.1, deduplicate=True, trash_cutoff=0.5) | changes)
+
+
+@pytest.fixture(scope="module")
+def corpus(texts, tmp_path_factory): return prepare_corpus(small(texts), tmp_path_factory.mktemp("corpora"))[0]
+
+
+# --- the original's names
+
+PILE = [f"/fs/cml-datasets/Pile/train/{i:02d}.jsonl.zst" for i in range(30)]
+ROOTS = "bigscience-data/roots_en_"
+
+
+def pile(name="the_pile", **kept): return {name: original_source(provider="local", file_type="json", files=PILE, filter=kept or None)}
+
+
+def hf(**changes): return original_source(**changes)
+
+
+EIGHT = dict(max_entries_in_raw_dataset=8e6, deduplicate_entries=False)
+PLAIN = dict(remove_trash=False, trash_cutoff=.3, deduplicate_entries=False, deduplication_threshold=100, ordering="randomized")
+BOOKS = dict(bookcorpus=hf(name="plain_text", streaming=False, concatenate_successive_entries=16), wikipedia=hf(name="20220301.en", streaming=False, remove_columns="title"))
+NOTHING = dict.fromkeys(("force_lowercase", "strip_accents", "force_english_keyboard", "whitespace_escape"))
+STREAMED = ("book_dash_books", "ted_talks_iwslt", "no_code_stackexchange", "uncorpus", "the_pile_uspto", "wikiquote", "wikiversity", "wikivoyage")
+VECTORS = {
+    "97b8e776baafb99c3892e6572a9f51b3": original_config("the_pile", pile(), **EIGHT), "2efdb9d060d1ae95faf952ec1a50f020": original_config("the_pile", pile(), max_entries_in_raw_dataset=16e6, deduplicate_entries=False),
+    "8eb2d0ea9da707676c81314c4ea04507": original_config("the_pile", pile(), max_entries_in_raw_dataset=16e6), "e0501aeb87699de7500dc91a54939f44": original_config("c4-subset", dict(c4=hf(partition="en"))),
+    "8fc6a792528f214059691ee73b75ce8a": original_config("c4-subset", dict(c4=hf(name="en"))), "0eae5a5a1e3af3a18d07d8153b95ee79": original_config("openweb", dict(openwebtext=hf(partition="plain_text", streaming=False))),
+    "21c68637789ab84c945469213a2f6c8d": original_config("bookcorpus-wikitext", BOOKS, max_entries_in_raw_dataset=1e10, max_seq_in_tokenized_dataset=35e6, **PLAIN),
+    "a295a1f5b033756b08d2dbca690655a7": original_config("bookcorpus-wikitext", {n: {("partition" if k == "name" else k): v for k, v in s.items()} for n, s in BOOKS.items()}, max_entries_in_raw_dataset=1e10, max_seq_in_tokenized_dataset=35e6, **PLAIN),
+    "1e5ad88147afb56baac093cf198bcbaf": original_config("sanity-check-2", dict(ag_news=hf(streaming=False, remove_columns="label")), tokenizer="BPE", include_sep_token_in_corpus=False, max_entries_in_raw_dataset=1e10, max_seq_in_tokenized_dataset=1e10, **PLAIN),
+    "2e382596fef989f92292d3d53214f2e7": dict(name="pile-readymade", sources=dict(hub=dict(provider="hub")), hf_location="JonasGeiping/the_pile_WordPiecex32768_2efdb9d060d1ae95faf952ec1a50f020", streaming=True, vocab_size=32768, seq_length=128),
+    "50a651bbeae3ccd00607a6f562ec04f3": original_config("bookcorpus-wikitext", BOOKS, normalizer=NOTHING, tokenizer="bert-base-uncased", vocab_size=30522, seq_length=512, include_cls_token_in_corpus=None, include_sep_token_in_corpus=None,
+                                                        use_type_ids=None, max_entries_in_raw_dataset=1e14, max_seq_in_tokenized_dataset=1e14, **PLAIN),
+    "06ec017cf0058e3b0cfe01243bf782df": original_config("oscar", dict(oscar=hf(name="unshuffled_deduplicated_en")), max_entries_in_raw_dataset=10e6),
+    "3925b5cb6b9f13905609e21b4a5225fc": original_config("roots-mini", {**{ROOTS+k: hf(partition=None) for k in STREAMED}, **{ROOTS+k: hf(partition=None, streaming=False) for k in ("wikibooks", "wikinews")}, "wikipedia": BOOKS["wikipedia"],
+                                                                      "oscar": hf(name="unshuffled_deduplicated_en")}, max_entries_in_raw_dataset=14e6),
+    "d72be65385d0699ac4bb5f2a6a6c8bd1": original_config("wiki_dump", dict(wikipedia=hf(streaming=False, remove_columns=["title", "id", "url"], language="aa", date=20230501, beam_runner="DirectRunner")), normalizer=dict.fromkeys(NOTHING, False),
+                                                        tokenizer="BPE", vocab_size=65536, max_entries_in_raw_dataset=1e14, remove_trash="self", trash_cutoff=.3, deduplicate_entries=False, ordering="randomized"),
+    "6381e853e3eda84a604600d9b5c225a6": original_config("the-pile-dedup", {"EleutherAI/the_pile_deduplicated": hf(partition=None)}),
+    "ff719262876e17dddd42867d06394a32": original_config("the_pile", pile("the_pile_natural", pile_set_name=["Gutenberg", "Books3", "Wikipedia (en)"]), **EIGHT),
+    "7339196e1105fb89083496dce499d398": original_config("the_pile", {"EleutherAI/pile": hf(subsets="all")}, max_entries_in_raw_dataset=48e6, max_seq_in_tokenized_dataset=1e14, deduplicate_entries=False),
+}
+
+
+@pytest.mark.parametrize("key", VECTORS)
+def test_names_of_the_originals_corpora(key): assert original_key(VECTORS[key]) == key
+
+
+# --- orders
+
+ORDERINGS = ["sentence-length-curriculum", "word-length-curriculum", "unigram-curriculum", "fragment-curriculum"]
+
+
+@pytest.mark.parametrize("ordering", ORDERINGS)
+@pytest.mark.parametrize("reverse", ["", "reverse-"])
+def test_orders_have_the_property_that_names_them(ordering, reverse, texts, tmp_path):
+    c, _ = prepare_corpus(small(texts, ordering=reverse+ordering), tmp_path)
+    rows = c.batch(0, len(c.rows), 0)
+    assert sorted(map(bytes, rows)) == sorted(map(bytes, c.rows[:])), "every row once"
+    period, sep = c.tokenizer.convert_tokens_to_ids("."), c.tokenizer.sep_token_id
+    frequency = np.bincount(c.rows[:].reshape(-1), minlength=len(c.tokenizer)) + 1
+    value = {"sentence": lambda: -(rows == period).sum(1), "fragment": lambda: -(rows == sep).sum(1), "word": lambda: np.array([len(" ".join(c.tokenizer.convert_ids_to_tokens(r.tolist())).replace(" ##", "")) for r in rows]),
+             "unigram": lambda: np.log2(frequency/frequency.sum())[rows].mean(1)}[ordering.split("-")[0]]()
+    steps = np.diff(value)*(-1 if reverse else 1)
+    assert (steps >= (-3 if ordering.startswith("word") else -1e-9)).all()      # decoding spends or spares a space at a row's ends
+    assert np.array_equal(c.batch(len(c.rows), 5, 0), rows[:5]), "a curriculum starts again"
+
+
+def test_lengths_of_tokens_are_those_of_the_text(corpus):
+    lengths, text = token_lengths(corpus.tokenizer), "return the number of elements in the list"
+    ids = corpus.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert abs(lengths[ids].sum() - 1 - len(text)) <= 0
+    assert order_keys("word-length-curriculum", np.array([ids]), corpus.tokenizer, None)[0] == lengths[ids].sum()
+
+
+def test_max_rows_keeps_the_first_of_the_order(texts, corpus, tmp_path):
+    c, _ = prepare_corpus(small(texts, ordering="sentence-length-curriculum", max_rows=20), tmp_path)
+    period = c.tokenizer.convert_tokens_to_ids(".")
+    counts = np.sort((c.rows[:] == period).sum(1))[::-1]
+    assert np.array_equal((c.batch(0, 20, 0) == period).sum(1), counts[:20]) and np.array_equal(c.batch(20, 1, 0), c.batch(0, 1, 0))
+    r, _ = prepare_corpus(small(texts, max_rows=20), tmp_path)
+    one, two = r.batch(0, 20, 0), r.batch(20, 20, 0)
+    assert sorted(map(bytes, one)) == sorted(map(bytes, two)) and not np.array_equal(one, two)
+
+
+def test_documents_of_a_row_are_numbered(corpus):
+    sep, rows = corpus.tokenizer.sep_token_id, corpus.batch(0, 50, 0)
+    ids = corpus.document_ids(rows)
+    assert (ids[:, 0] == 0).all() and ids.shape == rows.shape and (np.diff(ids, axis=1) == (rows[:, :-1] == sep)).all()
+
+
+# --- the store
+
+def test_the_folder_is_a_data_set_of_datasets(corpus):
+    loaded = datasets.load_from_disk(str(corpus.folder))
+    assert len(loaded) == len(corpus.rows) and loaded.features["input_ids"].feature.dtype == "uint16" and loaded[3]["input_ids"] == corpus.rows[3].tolist()
+    bytes_on_disk = sum(p.stat().st_size for p in corpus.folder.glob("rows.arrow"))
+    assert bytes_on_disk <= 2.1*corpus.rows[:].size
+
+
+def test_the_card_tells_sources_counts_and_examples(texts, corpus, tmp_path):
+    card = (corpus.folder/"README.md").read_text(encoding="utf-8")
+    meta = yaml.safe_load(card.split("---")[1])
+    assert meta["size_categories"] == ["1K<n<10K"] or meta["size_categories"] == ["n<1K"]
+    for word in (str(texts), "after cutting repeats", "characters a token", "Rows that were kept:", "Dropped by repeats:", "source files: 1,500 documents"): assert word in card, word
+    (tmp_path/"docs.jsonl").write_text(texts.read_text(encoding="utf-8") + "torn\n" + json.dumps({"text": "zero \x00 byte " + "word "*60}) + "\n", encoding="utf-8")
+    bad, _ = prepare_corpus(small(tmp_path/"docs.jsonl", max_bad_lines=.01, near_duplicates=.8), tmp_path/"corpora")
+    card = (bad.folder/"README.md").read_text(encoding="utf-8")
+    for word in ("bad lines: 1", "nul bytes: 1", "after cutting repeats and near-duplicates"): assert word in card, word
+
+
+def test_what_shapes_a_store_changes_its_name(texts):
+    data = small(texts)
+    key = store_key(data)
+    changes = dict(seq_length=32, lowercase=False, ordering="none", deduplicate=False, near_duplicates=.5, trash_cutoff=.4, tokenizer="BPE", include_sep=False, max_rows=5, heldout=.2)
+    keys = {store_key(replace(data, **{k: v})) for k, v in changes.items()}
+    assert len(keys | {key}) == len(changes)+1 and store_key(small(texts)) == key
+
+
+def test_a_store_of_older_code_is_not_taken_for_this_ones(texts, monkeypatch):
+    before = store_key(small(texts))
+    monkeypatch.setattr(packing, "FORMAT", packing.FORMAT+1)
+    assert store_key(small(texts)) != before
+
+
+def test_a_damaged_store_is_named(texts, tmp_path):
+    c, _ = prepare_corpus(small(texts), tmp_path)
+    (c.folder/"rows.arrow").write_bytes((c.folder/"rows.arrow").read_bytes()[:-100])
+    with pytest.raises(CramError, match="is damaged .rows.arrow.*delete the folder"): prepare_corpus(small(texts), tmp_path)
+
+
+def test_finished_shards_are_not_built_again(texts, tmp_path, monkeypatch):
+    "Stopped in the filter, the next call reads no document and cuts no repeat a second time."
+    def stop(stage, *_):
+        if stage == "learning the vocabulary": raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): prepare_corpus(small(texts), tmp_path, stop)
+    stages = []
+    prepare_corpus(small(texts), tmp_path, lambda stage, *_: stages.append(stage))
+    assert "reading" not in stages and "cutting repeats" not in stages and "filtering" not in stages and "packing" in stages
+
+
+@pytest.mark.parametrize("where", [1, 3, 6])
+def test_a_full_disk_is_one_message_and_keeps_what_is_finished(where, texts, tmp_path, monkeypatch):
+    real, calls = packing.write_json, []
+    def full(path, value):
+        calls.append(path)
+        if len(calls) == where: raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, value)
+    monkeypatch.setattr(packing, "write_json", full)
+    with pytest.raises(DiskFull, match="The disk is full.*finished parts are kept"): prepare_corpus(small(texts), tmp_path)
+    assert not store_folder(small(texts), tmp_path).exists()
+    monkeypatch.setattr(packing, "write_json", real)
+    assert len(prepare_corpus(small(texts), tmp_path)[0].rows) > 50
+
+
+def _hold(folder, data):
+    from filelock import FileLock
+    import time
+    with FileLock(str(store_folder(data, folder))+".lock"):
+        (folder/"held").write_text("x")
+        time.sleep(2)
+
+
+def test_who_comes_second_is_told_to_wait(texts, tmp_path):
+    import time
+    p = server().Process(target=_hold, args=(tmp_path, small(texts)))
+    p.start()
+    while not (tmp_path/"held").exists(): time.sleep(.05)
+    stages = []
+    prepare_corpus(small(texts), tmp_path, lambda stage, *_: stages.append(stage))
+    p.join()
+    assert stages[0] == "waiting for another process"
+
+
+def test_memory_does_not_grow_with_the_text(texts, tmp_path):
+    "A shard holds a fixed amount of text, whatever the size of the source."
+    big = tmp_path/"big.jsonl"
+    big.write_text("".join(json.dumps({"text": f"document {i} " + "word and more "*40}) + "\n" for i in range(3000)))
+    folder = tmp_path/"build"
+    folder.mkdir()
+    packing.read_stage(small(big, heldout=0.0), folder, lambda *_: None, shard_bytes=100_000)
+    sizes = [sum(map(len, Shards(folder/"text")[n])) for n in range(len(Shards(folder/"text")))]
+    assert len(sizes) > 10 and max(sizes) < 102_000
+
+
+# --- ready-made rows
+
+@pytest.fixture
+def published(tmp_path):
+    "A set as the authors published theirs: parquet chunks of input_ids, and a tokenizer whose special tokens have other numbers."
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    folder = tmp_path/"published"
+    (folder/"data").mkdir(parents=True)
+    vocab = {t: i for i, t in enumerate(["<pad>", "</s>", "<mask>", "<s>", "<unk>", "<sep>", "<cls>", *(f"w{i}" for i in range(93))])}
+    core = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", mask_token="<mask>", sep_token="<sep>", cls_token="<cls>", unk_token="<unk>").save_pretrained(folder)
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if not (folder/name).exists(): (folder/name).write_text(json.dumps(dict(pad_token="<pad>", mask_token="<mask>", sep_token="<sep>", cls_token="<cls>", unk_token="<unk>")))
+    rows = np.random.default_rng(0).integers(7, 100, size=(1000, 16)).astype(np.int32)
+    for i, part in enumerate(np.split(rows, 4)): pq.write_table(pa.table({"input_ids": list(part)}), folder/f"data/train-{i:05d}-of-00004.parquet")
+    return folder, rows
+
+
+def ready(folder, **changes): return replace(preset("data", "pile-readymade"), hub_path=str(folder), vocab_size=100, seq_length=16, heldout=.05, **changes)
+
+
+def test_ready_made_rows_come_with_their_tokenizer(published, tmp_path):
+    folder, rows = published
+    c, _ = prepare_corpus(ready(folder), tmp_path/"corpora")
+    assert c.tokenizer.mask_token == "<mask>" and c.tokenizer.mask_token_id == 2 and c.tokenizer.pad_token_id == 0
+    assert len(c.rows) + len(c.heldout) == 1000 and 20 < len(c.heldout) < 90 and c.rows[:].dtype == np.uint16
+    assert sorted(map(bytes, np.concatenate([c.rows[:], c.heldout[:]]))) == sorted(map(bytes, rows.astype(np.uint16)))
+    assert np.array_equal(c.batch(0, 50, 0), c.rows[:50]), "in the order of the authors"
+    few, _ = prepare_corpus(ready(folder, max_rows=100), tmp_path/"corpora")
+    assert len(few.rows) + len(few.heldout) == 100
+    assert "as their authors published them" in (c.folder/"README.md").read_text()
+
+
+def test_fetching_goes_on_where_it_stopped(published, tmp_path, monkeypatch):
+    folder, rows = published
+    monkeypatch.setattr(packing.ready_stage, "__defaults__", (300,))
+    def stop(stage, done, total):
+        if done >= 600: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): prepare_corpus(ready(folder), tmp_path, stop)
+    seen = []
+    c, _ = prepare_corpus(ready(folder), tmp_path, lambda stage, done, total: seen.append(done))
+    assert seen == [900, 1000] and sorted(map(bytes, np.concatenate([c.rows[:], c.heldout[:]]))) == sorted(map(bytes, rows.astype(np.uint16)))
+
+
+@pytest.mark.parametrize("changes, message", [(dict(vocab_size=90), "has 100 entries"), (dict(seq_length=8), "rows of 16 tokens"), (dict(hub_path="/nowhere/at/all"), "cannot be fetched|holds no")])
+def test_ready_made_rows_that_do_not_fit(published, changes, message, tmp_path):
+    with pytest.raises(CramError, match=message): prepare_corpus(replace(ready(published[0]), **changes), tmp_path/"corpora")
+    assert not (tmp_path/"corpora").exists() or not os.listdir(tmp_path/"corpora")
+
+
+def test_pretraining_on_ready_made_rows(published, tmp_path):
+    words = ["pretrain", "data=pile-readymade", f"data.hub_path={published[0]}", "data.vocab_size=100", "data.seq_length=16", "data.heldout=0.05", "budget=2s", "train.eval_rows=16", "name=r"]
+    done = subprocess.run([sys.executable, "-m", "cramnb", *words], cwd=tmp_path, text=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path/"runs/r/model/tokenizer.json").exists() and "held-out loss" in done.stdout
