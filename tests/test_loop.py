@@ -191,6 +191,7 @@ def test_only_float16_has_a_scaler(precision, scales):
     assert trainer(options=dict(precision=precision)).scaler.is_enabled() == scales
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
 def test_float16_with_a_scaler_learns_what_float32_learns():
     exact, half = trainer(max_updates=8, optimizer="adamw"), trainer(max_updates=8, optimizer="adamw", options=dict(precision=torch.float16))
     a, b = ([row["loss"] for row in t.updates()] for t in (exact, half))
