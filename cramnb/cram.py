@@ -14,7 +14,7 @@ __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_f
            'check_start', 'cram_verb', 'runs_verb', 'plot_verb', 'probe_verb', 'usage', 'verb_help', 'read_command',
            'latest_run', 'go_on', 'main']
 
-# %% ../nbs/23_cram.ipynb #8f868f18
+# %% ../nbs/23_cram.ipynb #d20e2ae9
 import dataclasses, hashlib, json, os, random, shlex, shutil, signal, sys, tempfile, threading, time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from .attention import check_attention
-from .checkpoint import Keeper, checkpoints
+from .checkpoint import Keeper, best_checkpoint, checkpoints
 from .distributed import Follower, LostRank, World, join_world, launcher, places, resume, spread
 from .finetune import evaluate_checkpoint, load_tokenizer, mean_score, plot_scores, quiet, score_table, summarise, within_rules
 from .glue import LOCAL, load_tasks, local_suite, task_folder, task_names
@@ -38,7 +38,7 @@ from .recipe import (GROUPS, PRESETS, CramError, Recipe, compose, diff, flat, fr
 from .schedule import lr_factor
 from .tokenizer import word_starts
 from .train import (Trainer, Stopped, heldout_loss, mlm_loss, pick_device, pick_precision, probe_microbatch, unigram_entropy)
-from .watch import (Bars, Log, Meter, Trackers, check_trackers, diagnose, list_runs, lock_path, notes_of, plot_run, read_log, runs_table, save_plot, totals)
+from .watch import (Bars, Log, Meter, Trackers, check_trackers, diagnose, list_runs, lock_path, notes_of, plot_run, runs_table, save_plot, totals)
 
 # %% ../nbs/23_cram.ipynb #e72a4905
 def run_folder(
@@ -315,7 +315,7 @@ def write_report(
     (folder/'report.md').write_text('\n\n'.join(parts) + '\n', encoding='utf-8')
     return folder/'report.md'
 
-# %% ../nbs/23_cram.ipynb #d998d64b
+# %% ../nbs/23_cram.ipynb #e6ede7c6
 def _corpus(recipe, bars, say):
     "Prepare or reuse the corpus, and say which."
     corpus, was_there = prepare_corpus(recipe.data, Path(recipe.impl.path).expanduser(), bars)
@@ -339,6 +339,7 @@ def _checkpoint(recipe, folder):
         load_tokenizer(name)        # not there, or no network: said now
         return name
     if value in ('latest', 'untrained'): return _model(folder, recipe)
+    if value == 'best': return _best(folder, recipe)
     value = value.removesuffix('-untrained')
     for path in (Path(value).expanduser(), base/value/'model'):
         if (path/'config.json').exists(): return path
@@ -350,6 +351,17 @@ def _model(folder, recipe):
     if not folder.is_dir(): raise CramError(f"There is no run {folder}.{nearest(folder.name, [p.parent.name for p in folder.parent.glob('*/pretrain.json')])}")
     if not (folder/'model').is_dir(): raise CramError(f"{folder} holds no trained model: run `cramnb pretrain name={folder.name}` first, or name a folder with eval.checkpoint=FOLDER.")
     return folder/'model'
+
+def _best(folder, recipe):
+    "The checkpoint with the lowest held-out loss as a Hugging Face folder, with the tokenizer of the finished model."
+    model, best, partial = _model(folder, recipe), folder/'best', folder/'best.partial'
+    source = best_checkpoint(folder/'checkpoints')
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(model, partial, ignore=shutil.ignore_patterns('*.safetensors', 'config.json'))
+    for name in ('config.json', 'model.safetensors'): shutil.copy(source/name, partial/name)
+    shutil.rmtree(best, ignore_errors=True)
+    os.replace(partial, best)
+    return best
 
 # %% ../nbs/23_cram.ipynb #eb3aaa7e
 def data_verb(recipe:Recipe, bars:Bars, say:Callable=print):
@@ -527,7 +539,7 @@ def verb_help(verb:str)->str:
     lines += [f"  {k:<38}{v or '(empty)':<28} {m}" for k, v, m in option_table(tiny())]
     return '\n'.join(lines)
 
-# %% ../nbs/23_cram.ipynb #7052cf10
+# %% ../nbs/23_cram.ipynb #d4197188
 def read_command(
     argv:list[str],         # words after `cramnb`
 )->tuple[str,Recipe]:       # verb, recipe
@@ -537,7 +549,7 @@ def read_command(
     recipe = compose(words)
     if any(w.lstrip('+-').startswith('name=') for w in words) or verb == 'data': return verb, recipe
     if verb != 'eval': return verb, dataclasses.replace(recipe, name=free_name(recipe.base_dir))
-    foreign = recipe.eval.checkpoint not in ('latest', 'untrained')
+    foreign = recipe.eval.checkpoint not in ('latest', 'best', 'untrained')
     return verb, dataclasses.replace(recipe, name='eval' if foreign else latest_run(recipe.base_dir))
 
 def latest_run(

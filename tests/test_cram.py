@@ -67,6 +67,14 @@ def test_a_second_run_reuses_the_corpus_and_takes_the_next_name(done, texts):
     assert second.returncode == 0 and "Reusing the prepared corpus" in second.stdout and "runs/cram-2" in second.stdout
 
 
+def test_eval_of_the_best_checkpoint_and_of_a_named_run(done):
+    folder, _ = done
+    for checkpoint in ("best", "cram"):
+        out = cramnb("eval", "name=cram", f"eval.checkpoint={checkpoint}", "eval.tasks=acceptability", "eval.epochs=1", "eval.max_train_examples=50", cwd=folder)
+        assert out.returncode == 0 and "| acceptability |" in out.stdout, out.stderr
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (folder/"runs/cram/best").iterdir()}
+
+
 def test_eval_continues_with_unfinished_trials(done):
     folder, _ = done
     words = ["eval", "name=cram", "eval=local", "eval.tasks=acceptability", "eval.epochs=1", "eval.max_train_examples=50"]
