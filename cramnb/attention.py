@@ -9,27 +9,29 @@ Docs: https://cramnb.github.io/cramnb/attention.html.md"""
 # %% auto #0
 __all__ = ['eager_attention', 'rotary_tables', 'rotate', 'Attention', 'check_attention']
 
-# %% ../nbs/05_attention.ipynb #f5d851bd
+# %% ../nbs/05_attention.ipynb #fe9882dc
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available
 
 from .recipe import CramError
 
-# %% ../nbs/05_attention.ipynb #37769d21
+# %% ../nbs/05_attention.ipynb #b725aa52
 def eager_attention(
     module:nn.Module,            # the calling layer; its `training` switches dropout
     query:Tensor,                # (B, H, T, K)
     key:Tensor,                  # (B, H, T, K)
     value:Tensor,                # (B, H, T, K)
-    attention_mask:Tensor|None,  # (B, 1, T, T) added to the scores: 0 where visible, very negative where not
+    attention_mask:Tensor|None,  # (B, 1, T, T) true where visible, or float added to the scores: 0 where visible, very negative where not
     scaling:float,               # 1/√K
     dropout:float=0.0,           # share of attention weights dropped in training
     **kwargs,                    # what other implementations need
 )->tuple[Tensor,Tensor]:         # (B, T, H, K) mixed values, (B, H, T, T) weights
     "Attention as written in the paper: the whole T by T matrix is made and can be looked at."
     scores = query @ key.transpose(-1, -2) * scaling
-    if attention_mask is not None: scores = scores + attention_mask
+    if attention_mask is not None and attention_mask.dtype == torch.bool: scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    elif attention_mask is not None: scores = scores + attention_mask
     weights = nn.functional.dropout(scores.float().softmax(-1).to(query.dtype), dropout, module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
@@ -55,7 +57,7 @@ def rotate(
     a, b = x.chunk(2, dim=-1)
     return (x*cos + torch.cat([-b, a], dim=-1)*sin).to(x.dtype)
 
-# %% ../nbs/05_attention.ipynb #0aef188c
+# %% ../nbs/05_attention.ipynb #0daee3b8
 class Attention(nn.Module):
     "Multi-head self-attention: one matrix for queries, keys and values, one for the way out."
     def __init__(self, config):
@@ -76,19 +78,25 @@ class Attention(nn.Module):
     )->tuple[Tensor,Tensor|None]:         # (B, T, D), and (B, H, T, T) weights where the implementation has them
         B, T, D = hidden_states.shape
         query, key, value = self.qkv(hidden_states).view(B, T, 3, self.num_heads, self.head_size).permute(2, 0, 3, 1, 4)   # each (B, H, T, K)
-        query, key = self.query_norm(query), self.key_norm(key)
+        query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)     # under autocast a norm answers in float32
         if rotary is not None: query, key = rotate(query, *rotary), rotate(key, *rotary)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
         mixed, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.head_size**-0.5, **kwargs)
         return self.output(mixed.reshape(B, T, D)), weights
 
-# %% ../nbs/05_attention.ipynb #4db635b8
+# %% ../nbs/05_attention.ipynb #bd865b31
 def check_attention(
     implementation:str,     # 'sdpa', 'eager', 'flash_attention_2', 'flex_attention'
     device:str,             # 'cpu' or 'cuda'
     precision:str,          # 'float32', 'bfloat16', 'float16'
+    dropout:float=0.0,      # on attention weights while training; fine-tuning has it
 ):
     "Refuse a combination that fails in the first batch. Raises CramError with what to choose instead."
-    if implementation == 'flash_attention_2' and (device == 'cpu' or precision == 'float32'):
-        raise CramError(f"impl.attn_implementation=flash_attention_2 needs a CUDA GPU and bfloat16 or float16, not {device} and {precision}: choose sdpa.")
+    asked = f'impl.attn_implementation={implementation}'
+    if implementation == 'flash_attention_2':
+        if device == 'cpu' or precision == 'float32': raise CramError(f"{asked} needs a CUDA GPU and bfloat16 or float16, not {device} and {precision}: choose sdpa.")
+        if not is_flash_attn_2_available(): raise CramError(f"{asked} needs the package flash-attn: pip install cramnb[flash], or choose sdpa.")
+    if implementation == 'flex_attention':
+        if device == 'cpu': raise CramError(f"{asked} cannot train on a CPU, where it has no backward pass: choose sdpa.")
+        if dropout: raise CramError(f"{asked} has no dropout on attention weights: set arch.attention_probs_dropout_prob=0, or choose sdpa.")

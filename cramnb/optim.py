@@ -10,14 +10,14 @@ Docs: https://cramnb.github.io/cramnb/optim.html.md"""
 
 # %% auto #0
 __all__ = ['NO_DECAY', 'decay_groups', 'orthogonalise', 'Muon', 'Together', 'is_hidden_matrix', 'build_muon', 'Lion',
-           'build_optimizer', 'set_lr']
+           'adamw_8bit', 'build_optimizer', 'set_lr']
 
-# %% ../nbs/09_optim.ipynb #d429b7c0
+# %% ../nbs/09_optim.ipynb #3fd8083c
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .recipe import CramError, Train
+from .recipe import CramError, Train, nearest
 
 # %% ../nbs/09_optim.ipynb #1ad74bb2
 NO_DECAY = ('bias', 'norm', 'LayerNorm')  # a parameter with one of these in its name is not decayed (the original's rule)
@@ -48,7 +48,7 @@ def orthogonalise(
         x = a*x + (b*s + c*s @ s) @ x
     return (x.mT if tall else x).to(g.dtype)
 
-# %% ../nbs/09_optim.ipynb #48a9afd8
+# %% ../nbs/09_optim.ipynb #57202065
 class Muon(Optimizer):
     "Momentum, made orthogonal: every direction of a weight matrix moves by the same amount (Jordan et al. 2024)."
     def __init__(self, params, lr:float=0.02, momentum:float=0.95, weight_decay:float=0.0, nesterov:bool=True):
@@ -58,15 +58,22 @@ class Muon(Optimizer):
     def step(self, closure=None):
         with torch.enable_grad(): loss = closure() if closure else None
         for group in self.param_groups:
-            for p in group['params']:
-                if p.grad is None: continue
-                average = self.state[p].setdefault('momentum_buffer', torch.zeros_like(p))
-                average.lerp_(p.grad, 1 - group['momentum'])
-                update = p.grad.lerp(average, group['momentum']) if group['nesterov'] else average
-                parts = 3 if getattr(p, 'stacked', False) else 1         # q, k and v are three matrices in one
-                update = torch.cat([orthogonalise(u) * max(1, u.shape[0]/u.shape[1])**0.5 for u in update.chunk(parts)])
-                p.mul_(1 - group['lr']*group['weight_decay']).add_(update, alpha=-group['lr'])
+            for shape, pairs in self._by_shape(group).items():      # matrices of one shape go through the polynomial together
+                made = orthogonalise(torch.stack([update for _, update in pairs]))
+                for (w, _), u in zip(pairs, made): w.mul_(1 - group['lr']*group['weight_decay']).add_(u, alpha=-group['lr']*max(1, shape[0]/shape[1])**0.5)
         return loss
+
+    def _by_shape(self, group):
+        "Matrices and the averages that shall move them, under their shape; a stacked weight is three matrices."
+        pairs = {}
+        for p in group['params']:
+            if p.grad is None: continue
+            if not self.state[p]: self.state[p]['momentum_buffer'] = torch.zeros_like(p)
+            average = self.state[p]['momentum_buffer'].lerp_(p.grad, 1 - group['momentum'])
+            update = p.grad.lerp(average, group['momentum']) if group['nesterov'] else average
+            parts = 3 if getattr(p, 'stacked', False) else 1         # q, k and v
+            for w, u in zip(p.chunk(parts), update.chunk(parts)): pairs.setdefault(w.shape, []).append((w, u))
+        return pairs
 
 # %% ../nbs/09_optim.ipynb #1390bd01
 class Together:
@@ -82,7 +89,7 @@ class Together:
     def load_state_dict(self, state:dict):
         for o, s in zip(self.parts, state['parts']): o.load_state_dict(s)
 
-# %% ../nbs/09_optim.ipynb #0e8e95f6
+# %% ../nbs/09_optim.ipynb #43015ce7
 def is_hidden_matrix(
     name:str,               # of a parameter
     p:nn.Parameter,         # itself
@@ -91,7 +98,7 @@ def is_hidden_matrix(
     return p.ndim == 2 and '.layers.' in f'.{name}' or p.ndim == 2 and '.layer.' in name
 
 def build_muon(model:nn.Module, train:Train)->Together:
-    "Muon on the layers' matrices, AdamW on embeddings, norms and biases."
+    "Muon on the layers' matrices; AdamW, without decay, on embeddings, norms and biases. Raises CramError where there are no such matrices."
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [p for n, p in named if is_hidden_matrix(n, p)]
     for n, p in named: p.stacked = 'qkv' in n and p.ndim == 2
@@ -102,7 +109,7 @@ def build_muon(model:nn.Module, train:Train)->Together:
 
 def _fused(params): return all(p.is_floating_point() and p.device.type in ('cpu', 'cuda') for p in params)
 
-# %% ../nbs/09_optim.ipynb #1dd826fb
+# %% ../nbs/09_optim.ipynb #0e492c41
 class Lion(Optimizer):
     "The sign of a moving average (Chen et al. 2023)."
     def __init__(self, params, lr:float=1e-4, betas=(0.9, 0.99), weight_decay:float=0.0):
@@ -114,31 +121,46 @@ class Lion(Optimizer):
         for group in self.param_groups:
             for p in group['params']:
                 if p.grad is None: continue
-                average = self.state[p].setdefault('exp_avg', torch.zeros_like(p))
+                if not self.state[p]: self.state[p]['exp_avg'] = torch.zeros_like(p)
+                average = self.state[p]['exp_avg']
                 update = average.lerp(p.grad, 1 - group['betas'][0]).sign_()
                 p.mul_(1 - group['lr']*group['weight_decay']).add_(update, alpha=-group['lr'])
                 average.lerp_(p.grad, 1 - group['betas'][1])
         return loss
 
-# %% ../nbs/09_optim.ipynb #57e868d8
+# %% ../nbs/09_optim.ipynb #5a0f76e6
+def adamw_8bit(
+    groups:list[dict],      # from `decay_groups`
+    lr:float,               # learning rate
+    betas,                  # decay of the two averages
+    eps:float,              # added to the denominator
+)->Optimizer:               # of bitsandbytes
+    "AdamW whose averages take one byte a number (Dettmers et al. 2021). Raises CramError where bitsandbytes is missing."
+    try: from bitsandbytes.optim import AdamW8bit
+    except ImportError: raise CramError("train.optimizer=adamw8bit needs the library bitsandbytes: pip install 'cramnb[eightbit]', or choose adamw.") from None
+    return AdamW8bit(groups, lr=lr, betas=tuple(betas), eps=eps)
+
+# %% ../nbs/09_optim.ipynb #601d510a
 def build_optimizer(
     model:nn.Module,        # its parameters, grouped by name
     train:Train,            # reads optimizer, lr, muon_lr, betas, eps, momentum, weight_decay
 )->Optimizer|Together:      # each group remembers its peak rate under 'peak_lr'
-    "One factory for all optimizers. Raises CramError for a name that is not there."
+    "One factory for all optimizers; decay is decoupled but in `adam` and `sgd`, where it is part of the gradient. Raises CramError for a name that is not there."
     groups, o = decay_groups(model, train.weight_decay), torch.optim
     adam = dict(lr=train.lr, betas=tuple(train.betas), eps=train.eps)
     fused = dict(fused=_fused([p for g in groups for p in g['params']]))
     made = dict(
         adamw=lambda: o.AdamW(groups, **adam, **fused),
         adam=lambda: o.Adam(groups, **adam, **fused),
-        radam=lambda: o.RAdam(groups, **adam),
+        radam=lambda: o.RAdam(groups, **adam, decoupled_weight_decay=True),
         sgd=lambda: o.SGD(groups, lr=train.lr, momentum=train.momentum, nesterov=train.momentum > 0),
         adafactor=lambda: o.Adafactor(groups, lr=train.lr),
         lion=lambda: Lion(groups, lr=train.lr, betas=train.betas),
         muon=lambda: build_muon(model, train),
+        adamw8bit=lambda: adamw_8bit(groups, **adam),
     )
-    if train.optimizer not in made: raise CramError(f"train.optimizer={train.optimizer} is not supported: choose from {', '.join(made)}.")
+    if train.optimizer not in made:
+        raise CramError(f"train.optimizer={train.optimizer} is not supported: choose from {', '.join(made)}.{nearest(train.optimizer, made)}")
     optimizer = made[train.optimizer]()
     for g in optimizer.param_groups: g['peak_lr'] = g['lr']
     return optimizer

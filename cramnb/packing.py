@@ -14,12 +14,12 @@ __all__ = ['BLOCK', 'WINDOW', 'ORDERS', 'FORMAT', 'WORD', 'TASKS', 'KEPT', 'pack
            'token_stage', 'order_rows', 'fetch_tokenizer', 'ready_stage', 'examples', 'data_card', 'load_corpus',
            'prepare_corpus', 'DiskFull']
 
-# %% ../nbs/03_packing.ipynb #9c8ede15
+# %% ../nbs/03_packing.ipynb #ced12bd7
 import errno, hashlib, json, os, queue, re, shutil, subprocess, sys, unicodedata, zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
@@ -33,7 +33,7 @@ from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from .corpus import NearDuplicates, Tally, choose_files, documents, find_files, is_trash, repeated_bytes, source_version, stream_hub
+from .corpus import NearDuplicates, Paragraphs, Report, choose_files, documents, find_files, is_trash, open_hub, repeated_bytes, source_version
 from .recipe import CramError, Data
 from .tokenizer import SPECIAL_TOKENS, encode, train_tokenizer
 
@@ -308,7 +308,7 @@ class Shards:
     def __iter__(self)->Iterator[str]:
         for n in range(len(self)): yield from self[n]
 
-# %% ../nbs/03_packing.ipynb #c1f056b8
+# %% ../nbs/03_packing.ipynb #7076d558
 def read_stage(
     data:Data,          # the source and its limits
     folder:Path,        # of the build
@@ -320,8 +320,8 @@ def read_stage(
     if (folder/'read.json').exists(): return json.loads((folder/'read.json').read_text(encoding='utf-8'))
     shutil.rmtree(folder/'text', ignore_errors=True)
     own_files = data.source == 'mix' or data.source == 'files' and bool(choose_files(find_files(data.files))[1])    # files that nobody may train on
-    shards, held, part, size, held_size, count, tally = Shards(folder/'text'), [], [], 0, 0, dict(documents=0, characters=0, heldout_documents=0, heldout_unused=0), Tally()
-    for text, heldout in documents(data, tally):
+    shards, held, part, size, held_size, count, report = Shards(folder/'text'), [], [], 0, 0, dict(documents=0, characters=0, heldout_documents=0, heldout_unused=0), Report()
+    for text, heldout in documents(data, report):
         full = heldout and held_size >= heldout_bytes
         count['documents'] += 1; count['characters'] += len(text); count['heldout_documents'] += heldout and not full
         if full and own_files: count['heldout_unused'] += 1
@@ -332,10 +332,10 @@ def read_stage(
     if part: shards.write(len(shards), part)
     if not len(shards): raise CramError(f"The source {data.source!r} holds no text to train on ({count['documents']} documents were read).")
     write_json(folder/'held.json', held, indent=None)
-    write_json(folder/'read.json', count | dict(reading=asdict(tally)))
-    return count | dict(reading=asdict(tally))
+    write_json(folder/'read.json', count | dict(reading=report.as_dict()))
+    return count | dict(reading=report.as_dict())
 
-# %% ../nbs/03_packing.ipynb #0ef06013
+# %% ../nbs/03_packing.ipynb #3137d43e
 def _as_bytes(texts):
     "Texts in one array of bytes, with a zero between them."
     return np.frombuffer(b'\x00'.join(t.encode('utf-8', 'replace') for t in texts), np.uint8)
@@ -359,12 +359,14 @@ def _cut(data, folder, n):
     Shards(folder/'unique').write(n, [t for t in texts if t])
 
 def _held_texts(data, folder):
-    "The held-out text without what any shard of training text holds."
+    "The held-out text without what any shard of training text holds, and without near-copies of it."
     held = json.loads((folder/'held.json').read_text(encoding='utf-8'))
-    if not data.deduplicate or not held: return held
-    raw = _as_bytes(held)
-    seen = np.bitwise_or.reduce([np.load(p) for p in sorted((folder/'seen').glob('*.npy'))])
-    return [t for t in _without(raw, np.unpackbits(seen, count=len(raw)).astype(bool)) if t]
+    near = json.loads((folder/'held-near.json').read_text()) if data.near_duplicates else [False]*len(held)
+    if data.deduplicate and held:
+        raw = _as_bytes(held)
+        seen = np.bitwise_or.reduce([np.load(p) for p in sorted((folder/'seen').glob('*.npy'))])
+        held = _without(raw, np.unpackbits(seen, count=len(raw)).astype(bool))
+    return [t for t, again in zip(held, near) if t and not again]
 
 # %% ../nbs/03_packing.ipynb #1e437596
 WORD = re.compile(r'[^\t\n\x0b\x0c\r !-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]')   # in ASCII text: a run of other characters, or one punctuation mark
@@ -385,10 +387,10 @@ def split_words(
     if data.lowercase: text = text.lower()
     return WORD.findall(text if text.isascii() else text.encode('ascii', 'ignore').decode())
 
-# %% ../nbs/03_packing.ipynb #9a472fde
+# %% ../nbs/03_packing.ipynb #49510fa0
 def _words(data, folder, n):
     "Task: a shard as numbers of words, with the list of its words; without `by_words` only the lengths of its documents."
-    texts = Shards(folder/('distinct' if data.near_duplicates else 'unique'))[n]
+    texts = _source(folder)[n]
     out, number = dict(chars=np.array([len(t) for t in texts], np.int64)), defaultdict()
     number.default_factory = number.__len__                     # a new word gets the next number
     if by_words(data):
@@ -419,7 +421,7 @@ def learn_words(
     dressed.backend_tokenizer.model = models.WordPiece(vocab, unk_token='[UNK]', max_input_chars_per_word=100)
     return PreTrainedTokenizerFast(tokenizer_object=dressed.backend_tokenizer, model_max_length=data.seq_length, model_input_names=dressed.model_input_names, **dressed.special_tokens_map)
 
-# %% ../nbs/03_packing.ipynb #d757fa85
+# %% ../nbs/03_packing.ipynb #5e50a86d
 def sampled(
     chars:np.ndarray,   # [n], characters of each document of a shard
     limit:float,        # characters that this shard may give
@@ -430,7 +432,7 @@ def sampled(
 def _learn(data, folder, n_shards, keep, vocab_size=None, limit=100_000_000):
     "A tokenizer from an even sample of the documents that `keep(n)` marks."
     if not by_words(data):
-        source = Shards(folder/('distinct' if data.near_duplicates else 'unique'))
+        source = _source(folder)
         return train_tokenizer(_Again(lambda: chain.from_iterable(_kept_texts(source, n, keep(n), limit/n_shards) for n in range(n_shards))), data, vocab_size)
     counts = Counter()
     for n in range(n_shards):
@@ -450,7 +452,7 @@ class _Again:
     def __init__(self, start): self.start = start
     def __iter__(self): return iter(self.start())
 
-# %% ../nbs/03_packing.ipynb #a74628c9
+# %% ../nbs/03_packing.ipynb #1c4f9807
 class Encoder:
     "Tokens of a shard: each different word is cut once, or the tokenizer reads everything where words cannot be told apart."
     def __init__(self, tokenizer:PreTrainedTokenizerFast, data:Data, folder:Path):
@@ -474,7 +476,7 @@ class Encoder:
     def shard(self, n:int)->tuple[np.ndarray,np.ndarray]:
         "The ribbon of tokens of a shard, uint32 [n], without [CLS], and where each document ends in it."
         if not by_words(self.data):
-            texts = Shards(self.folder/('distinct' if self.data.near_duplicates else 'unique'))[n]
+            texts = _source(self.folder)[n]
             ids = [i[self.data.include_cls:] for i in encode(self.tokenizer, texts)]
             return np.concatenate([np.zeros(0, np.uint32), *(np.array(i, np.uint32) for i in ids)]), np.cumsum([len(i) for i in ids], dtype=np.int64)
         s = _load(self.folder/'words'/f'{n:05d}.npz')
@@ -485,7 +487,7 @@ class Encoder:
         place = np.repeat(starts[word] - (ends-length), length) + np.arange(length.sum())
         return pieces[place], ends[s['ends'] + np.arange(len(s['ends']))]
 
-# %% ../nbs/03_packing.ipynb #42696180
+# %% ../nbs/03_packing.ipynb #de2326e1
 def _encoder(data, folder, name):
     "The encoder with the tokenizer of that name, made once a process."
     if (folder, name) not in _ENCODERS: _ENCODERS.clear(); _ENCODERS[folder, name] = Encoder(AutoTokenizer.from_pretrained(folder/name), data, folder)
@@ -501,8 +503,8 @@ def _judge(data, folder, n):
         tokens = np.diff(_encoder(data, folder, 'judge').shard(n)[1], prepend=0) + data.include_cls
         keep = ~is_trash(tokens, chars, data.trash_cutoff)
         if n == 0:
-            texts = Shards(folder/('distinct' if data.near_duplicates else 'unique'))[0]
-            write_json(folder/'dropped-trash.json', [texts[i][:200] for i in np.flatnonzero(~keep)[:3]])
+            texts = _source(folder)[0]
+            write_json(folder/'dropped-quality filter.json', [texts[i][:200] for i in np.flatnonzero(~keep)[:3]])
     write_whole(folder/'keep'/f'{n:05d}.npy', lambda f: np.save(f, keep))
 
 def _encode(data, folder, n):
@@ -569,17 +571,29 @@ class Helpers:
         while not self.processes.empty():
             with self.processes.get() as p: p.kill()
 
-# %% ../nbs/03_packing.ipynb #dbb0c40b
-def _drop_near(data, folder, total, progress):
-    "Documents that overlap an earlier one; what a stopped build had kept is shown to the index again."
-    if not data.near_duplicates: return
-    unique, near, kept = Shards(folder/'unique'), NearDuplicates(data.near_duplicates), Shards(folder/'distinct')
-    for text in kept: near.add(text)
-    for n in range(len(kept), total):
-        fresh = [(t, near.seen(t)) for t in unique[n]]
-        if n == 0: write_json(folder/'dropped-near.json', [t[:200] for t, seen in fresh if seen][:3])
-        kept.write(n, [t for t, seen in fresh if not seen])
-        progress('dropping near-duplicates', n+1, total)
+# %% ../nbs/03_packing.ipynb #bc06a9e0
+def _second_look(data, folder, total, progress):
+    "What one shard alone cannot know: paragraphs that stood in an earlier shard, and documents that read like an earlier one. A stopped build shows what it had kept to both memories again."
+    paragraphs, megabytes = data.deduplicate and total > 1, min(256, 4*total)      # enough for ten million documents; then strangers begin to look familiar
+    if not paragraphs and not data.near_duplicates: return
+    unique, kept, look = Shards(folder/'unique'), Shards(folder/'distinct'), Paragraphs(data.deduplication_threshold, megabytes)
+    near = NearDuplicates(data.near_duplicates, megabytes) if data.near_duplicates else None
+    for n in range(total):
+        if n < len(kept): texts = kept[n]
+        else:
+            texts = [t for t in look.cut(unique[n]) if t] if paragraphs else unique[n]
+            again = near.known(texts) | NearDuplicates(data.near_duplicates, 16).add(texts) if near else np.zeros(len(texts), bool)
+            if n == 0: write_json(folder/'dropped-near-duplicates.json', [t[:200] for t, seen in zip(texts, again) if seen][:3])
+            texts = [t for t, seen in zip(texts, again) if not seen]
+            kept.write(n, texts)
+            progress('looking across shards', n+1, total)
+        if paragraphs: look.add(texts)
+        if near: near.add(texts)
+    if near: write_json(folder/'held-near.json', near.known(json.loads((folder/'held.json').read_text(encoding='utf-8'))).tolist())
+
+def _source(folder):
+    "The texts as they are after all looks for repeats."
+    return Shards(folder/('distinct' if (folder/'distinct').is_dir() else 'unique'))
 
 def _save_tokenizer(tokenizer, folder):
     "A folder that is whole or not there."
@@ -587,7 +601,7 @@ def _save_tokenizer(tokenizer, folder):
     tokenizer.save_pretrained(beside)
     os.replace(beside, folder)
 
-# %% ../nbs/03_packing.ipynb #d9532bba
+# %% ../nbs/03_packing.ipynb #e399bfd3
 def clean_stage(
     data:Data,          # reads deduplicate, deduplication_threshold, near_duplicates, trash_cutoff
     folder:Path,        # of the build
@@ -598,7 +612,7 @@ def clean_stage(
     total = len(Shards(folder/'text'))
     (folder/'seen').mkdir(exist_ok=True)
     helpers.do('unique', total, 'cutting repeats', progress)
-    _drop_near(data, folder, total, progress)
+    _second_look(data, folder, total, progress)
     helpers.do('words', total, 'splitting words', progress)
     chars, whole = [_load(folder/'words'/f'{n:05d}.npz')['chars'] for n in range(total)], lambda n: np.ones(len(chars[n]), bool)
     if data.trash_cutoff and not (folder/'judge').exists(): _save_tokenizer(_learn(data, folder, total, whole, vocab_size=data.vocab_size), folder/'judge')
@@ -606,9 +620,8 @@ def clean_stage(
     if not (folder/'heldout.json').exists(): write_json(folder/'heldout.json', _dense_enough(_held_texts(data, folder), data, folder), indent=None)
     keep = [np.load(folder/'keep'/f'{n:05d}.npy') for n in range(total)]
     count = lambda sizes: dict(documents=sum(map(len, sizes)), characters=int(sum(s.sum() for s in sizes)))
-    unique = Shards(folder/'unique')
     dropped = {p.stem.removeprefix('dropped-'): json.loads(p.read_text(encoding='utf-8')) for p in sorted(folder.glob('dropped-*.json'))}
-    return dict(unique=count(chars if not data.near_duplicates else [np.array([len(t) for t in unique[n]]) for n in range(total)]), distinct=count(chars), clean=count([c[k] for c, k in zip(chars, keep)]), dropped=dropped)
+    return dict(unique=count(chars), distinct=count(chars), clean=count([c[k] for c, k in zip(chars, keep)]), dropped=dropped)
 
 def _dense_enough(texts, data, folder):
     "Those held-out texts that the judge can compress."
@@ -676,7 +689,7 @@ def order_rows(
             if limit == 0: return
     return write_rows(first(min(data.max_rows or len(rows), len(rows))), folder/'rows.arrow', data.vocab_size)
 
-# %% ../nbs/03_packing.ipynb #b7e3419e
+# %% ../nbs/03_packing.ipynb #b01b01b5
 def fetch_tokenizer(
     hub_path:str,       # data set on the hub, or a local folder in its layout
     folder:Path,        # where to put tokenizer.json and its companions
@@ -707,7 +720,7 @@ def ready_stage(
     parts = folder/'parts'
     parts.mkdir(exist_ok=True)
     done = len(list(parts.glob('*.arrow')))
-    try: stream = stream_hub(data.hub_path, data.hub_name, data.hub_split).with_format('arrow').skip(done*part_rows)
+    try: stream = open_hub(data, Report()).with_format('arrow').skip(done*part_rows)
     except Exception as e: raise CramError(f"data.hub_path={data.hub_path} cannot be loaded: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
     limit = data.max_rows or None
     for n, block in enumerate(_blocks(stream, part_rows, None if limit is None else max(0, limit - done*part_rows), data), done):
@@ -742,7 +755,7 @@ def _blocks(stream, size, limit, data):
         if limit is not None and total + len(rest) >= limit: break
     if len(rest): yield rest
 
-# %% ../nbs/03_packing.ipynb #5b4abd4c
+# %% ../nbs/03_packing.ipynb #cc10bd8a
 def examples(
     folder:Path,        # of a corpus
     n:int=3,            # rows
@@ -759,26 +772,23 @@ def data_card(
     where = d['mix'] or d['files'] or d['hub_path'] or d['source']
     head = ['---', 'task_categories: [fill-mask]', f"size_categories: ['{_size(c['rows'])}']", '---', '', f"# Corpus {d['source']}", '', f"Source: `{where}`{' '+d['hub_name'] if d['hub_name'] else ''}.", '']
     if 'documents' not in c: return '\n'.join([*head, f"{c['rows']:,} rows of {d['seq_length']} tokens as their authors published them, {c['heldout_rows']:,} more are held out.", '', *_quoted('Examples:', card['examples'])])
-    steps = [('read', c['documents'], c['characters']), ('after cutting repeats', c['unique']['documents'], c['unique']['characters'])]
-    if d['near_duplicates']: steps.append(('after dropping near-duplicates', c['distinct']['documents'], c['distinct']['characters']))
+    steps = [('read', c['documents'], c['characters']), ('after cutting repeats' + (' and near-duplicates' if d['near_duplicates'] else ''), c['unique']['documents'], c['unique']['characters'])]
     steps.append(('after the quality filter', c['clean']['documents'], c['clean']['characters']))
     lines = [*head, '| step | documents | characters |', '|---|---:|---:|', *(f"| {s} | {n:,} | {m:,} |" for s, n, m in steps), '',
              f"{c['heldout_documents']:,} documents are held out. {c['tokens']:,} training tokens make {c['rows']:,} rows of {d['seq_length']}; {c['tokens_left']} tokens at the end fill no row and stand in card.json.",
-             f"{c['clean']['characters']/c['tokens']:.2f} characters a token, vocabulary {d['tokenizer']} with {d['vocab_size']:,} entries.", *_reading(c['reading']), '']
-    titles = dict(repeats='Repeated spans that were cut:', near='Near-duplicates that were dropped:', trash='Text that the quality filter dropped:')
-    for step, shown in c['dropped'].items(): lines += _quoted(titles[step], shown)
-    return '\n'.join(lines + _quoted('Rows that were kept:', card['examples']))
+             f"{c['clean']['characters']/c['tokens']:.2f} characters a token, vocabulary {d['tokenizer']} with {d['vocab_size']:,} entries.", '']
+    for step, shown in c['dropped'].items(): lines += _quoted(f'Dropped by {step}:', shown)
+    return '\n'.join(lines + _quoted('Rows that were kept:', card['examples']) + _met(c['reading']))
 
 def _size(n): return next(name for limit, name in ((1e3, 'n<1K'), (1e4, '1K<n<10K'), (1e5, '10K<n<100K'), (1e6, '100K<n<1M'), (1e7, '1M<n<10M'), (1e8, '10M<n<100M'), (1e99, '100M<n<1B')) if n < limit)
 
 def _quoted(title, texts): return [title, '', *(f"> {' '.join(t[:300].split())}\n" for t in texts)] if texts else []
 
-def _reading(r):
-    "What was skipped and mended while reading."
-    said = [f"{r['bad_lines']:,} lines could not be read and were skipped (first: {r['first_bad']})."]*bool(r['bad_lines'])
-    said += [f"{r['mended_bytes']:,} documents had bytes that are no UTF-8, or NUL; these were replaced or removed."]*bool(r['mended_bytes'])
-    said += [f"{r['cut_documents']:,} long documents were cut at the end of a paragraph."]*bool(r['cut_documents']) + [f"{r['joined']:,} successive entries were joined into documents."]*bool(r['joined'])
-    return said + [f"Characters read from each part: {', '.join(f'{n} {v:,}' for n, v in r['shares'].items())}."]*bool(r['shares'])
+def _met(reading):
+    "What was skipped and mended while reading, and what every source gave."
+    notes = [f"- {kind.replace('_', ' ')}: {n:,}" for kind, n in reading['counts'].items()]
+    notes += [f"- source {s}: {v['documents']:,} documents, {v['characters']:,} characters" for s, v in reading['sources'].items()]
+    return ['Met while reading:', '', *notes, '']
 
 # %% ../nbs/03_packing.ipynb #5053188d
 def load_corpus(

@@ -28,13 +28,13 @@ from .packing import pack
 from .recipe import Recipe, tiny
 from .tokenizer import encode, train_tokenizer
 
-# %% ../nbs/90_show.ipynb #6605544c
+# %% ../nbs/90_show.ipynb #9b0fc718
 BLUE, ORANGE, GREEN, PINK, GREY = '#0072B2', '#D55E00', '#009E73', '#CC79A7', '#999999'  # told apart by every reader
 
 STAGES = dict(corpus='text', tokenizer='tokens', packing='rows', masking='masks', model='model', training='training', checkpoint='checkpoint',
               glue='GLUE', finetune='score')
 _WHERE = dict(recipe='', show='', scaling='', bench='training', attention='model', encoder='model', mlm='model', zoo='model', optim='training',
-              schedule='training', train='training', distributed='training', probe='score', hub='checkpoint', watch='training', consumer='all', cram='all', index='all')
+              schedule='training', train='training', distributed='training', probe='finetune', hub='checkpoint', watch='training', consumer='all', cram='all', index='all')
 
 class _Picture(SVG):
     "An SVG that also reads as plain text."

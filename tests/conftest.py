@@ -26,7 +26,7 @@ def cramnb(*words: str, cwd: Path, timeout: int = 300, **env: str) -> subprocess
 def server():
     "Processes that start fast and without the threads of this one, which a plain fork would carry along half dead."
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "cramnb.packing", "cramnb.checkpoint", "cramnb.mlm"])
+    context.set_forkserver_preload(["pytest", "cramnb.packing", "cramnb.checkpoint", "cramnb.mlm", "cramnb.cram"])
     return context
 
 

@@ -67,6 +67,14 @@ def test_a_second_run_reuses_the_corpus_and_takes_the_next_name(done, texts):
     assert second.returncode == 0 and "Reusing the prepared corpus" in second.stdout and "runs/cram-2" in second.stdout
 
 
+def test_eval_of_the_best_checkpoint_and_of_a_named_run(done):
+    folder, _ = done
+    for checkpoint in ("best", "cram"):
+        out = cramnb("eval", "name=cram", f"eval.checkpoint={checkpoint}", "eval.tasks=acceptability", "eval.epochs=1", "eval.max_train_examples=50", cwd=folder)
+        assert out.returncode == 0 and "| acceptability |" in out.stdout, out.stderr
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (folder/"runs/cram/best").iterdir()}
+
+
 def test_eval_continues_with_unfinished_trials(done):
     folder, _ = done
     words = ["eval", "name=cram", "eval=local", "eval.tasks=acceptability", "eval.epochs=1", "eval.max_train_examples=50"]
@@ -104,11 +112,22 @@ def test_a_stopped_run_goes_on_where_it_was(how, tmp_path, texts):
         assert run.returncode == 0 and time.monotonic() - began < 20
         assert "checkpoint is saved" in err and "Continue with: cramnb pretrain name=long" in err and "Traceback" not in err
     assert not (folder/"pretrain.json").exists()
+    if how == signal.SIGTERM:            # another recipe is not mixed with it
+        other = cramnb(*words, "train.lr=1e-3", "arch.hidden_size=64", cwd=tmp_path)
+        assert other.returncode == 2 and "train.lr was 0.004 and is now 0.001" in other.stderr and "arch.hidden_size was 128 and is now 64" in other.stderr and "fresh=True" in other.stderr
+    if how == signal.SIGINT:             # the disk has spoilt the newest
+        there = sorted((folder/"checkpoints").glob("update_*"))
+        assert len(there) >= 2
+        os.truncate(there[-1]/"optimizer.safetensors", 1000)
     again = cramnb(*words, cwd=tmp_path)
+    if how == signal.SIGINT: assert f"{there[-1].name} is damaged" in again.stdout
     assert again.returncode == 0, again.stderr
     rows = [json.loads(line)["update"] for line in (folder/"metrics.jsonl").read_text().splitlines()]
     assert rows == list(range(1, 61)) and json.loads((folder/"pretrain.json").read_text())["tokens"] == 60*32*128
     assert "Going on at" in again.stdout
+    if how == signal.SIGTERM:
+        afresh = cramnb(*words, "fresh=True", "train.max_updates=3", cwd=tmp_path)
+        assert afresh.returncode == 0 and "Going on at" not in afresh.stdout and len((folder/"metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_ctrl_c_while_preparing_and_while_scoring(tmp_path, texts):

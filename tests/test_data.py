@@ -1,23 +1,17 @@
 """Text, tokens, rows: nothing lost, nothing twice, the same every time, whole or not at all."""
 import gzip
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import server
 
 from cramnb.corpus import deduplicate, documents, find_files, normalizer, read_file, repeated_bytes
-from cramnb.masking import mask_tokens, microbatch_generator
 from cramnb.packing import Rows, load_corpus, pack, prepare_corpus, store_folder, write_rows
-from cramnb.recipe import CramError, Data
-from cramnb.tokenizer import encode, train_tokenizer
+from cramnb.recipe import Data
 
 
 def small(texts: Path, **changes) -> Data:
@@ -89,28 +83,6 @@ def test_rows_on_disk_cost_two_bytes_a_token(tmp_path):
     assert (stored[7] == rows[7]).all() and stored[index].dtype == np.uint16
 
 
-@pytest.mark.parametrize("kind", ["WordPiece", "BPE", "WordLevel"])
-def test_tokenizers_do_not_depend_on_chance(kind, texts):
-    docs = list(read_file(texts))[:400]
-    code = "import sys, json; from cramnb.tokenizer import train_tokenizer; from cramnb.recipe import Data; " \
-           "print(train_tokenizer(json.load(sys.stdin), Data(tokenizer=sys.argv[1], vocab_size=800)).backend_tokenizer.to_str())"
-    runs = {subprocess.run([sys.executable, "-c", code, kind], input=json.dumps(docs), env={**os.environ, "PYTHONHASHSEED": s, "RAYON_NUM_THREADS": s}, text=True, capture_output=True, check=True).stdout for s in "12"}
-    assert len(runs) == 1
-
-
-def test_special_tokens_and_templates(texts, tmp_path):
-    from transformers import AutoTokenizer
-    tok = train_tokenizer(list(read_file(texts))[:200], Data(vocab_size=500))
-    tok.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert (again.pad_token_id, again.unk_token_id, again.cls_token_id, again.sep_token_id, again.mask_token_id, len(again)) == (0, 1, 2, 3, 4, 500)
-    assert again("return a list")["input_ids"] == tok("return a list")["input_ids"] == encode(tok, ["return a list"])[0]
-    pair = again("a", "b")["input_ids"]
-    assert pair[0] == 2 and pair[-1] == 3 and pair.count(3) == 2
-    assert 4 not in encode(tok, ["say [MASK] aloud"])[0] and 4 in tok("say [MASK] aloud")["input_ids"]
-    with pytest.raises(CramError, match="supports"): train_tokenizer(["only a few words"], Data(vocab_size=5000))
-
-
 def test_store_counts_every_token_and_is_found_again(texts, tmp_path):
     corpus, was_there = prepare_corpus(small(texts), tmp_path)
     count = corpus.card["counts"]
@@ -138,19 +110,3 @@ def test_two_at_once_build_once(texts, tmp_path):
     for p in both: p.start()
     for p in both: p.join()
     assert [p.exitcode for p in both] == [0, 0] and not list(tmp_path.glob("*.partial"))
-
-
-def test_masks_are_exact_uniform_and_repeatable():
-    ids = torch.randint(5, 1000, (4000, 128), generator=torch.Generator().manual_seed(0))
-    ids[:, -1] = 3
-    draw = lambda n: mask_tokens(ids, mlm_probability=0.25, mask_token_id=4, vocab_size=1000, generator=microbatch_generator(0, n))
-    m = draw(1)
-    asked = m.labels != -100
-    assert (asked.sum(1) == 32).all() and ((m.input_ids == 4).sum(1) == 26).all() and not asked[:, -1].any()
-    assert torch.equal(m.labels[asked], ids[asked]) and torch.equal(m.input_ids[~asked], ids[~asked])
-    kept = ((m.input_ids == ids) & asked).sum(1)
-    assert (kept >= 3).all() and kept.float().mean() < 3.05
-    rate = asked[:, :-1].float().mean(0)
-    assert (rate - 32/127).abs().max() < 0.03
-    assert all(torch.equal(a, b) for a, b in zip(draw(7), draw(7))) and not torch.equal(draw(7).labels, draw(8).labels)
-    assert torch.equal(m.labels.gather(1, m.positions), m.labels[asked].view(4000, 32))

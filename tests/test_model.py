@@ -1,16 +1,18 @@
 """The model equals the original's, number for number, and behaves as transformers expects."""
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import beside
-from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import cramnb  # noqa: F401  registers the Auto classes
 from cramnb.encoder import CrammedBertConfig
 from cramnb.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification, build_model, count_parameters
-from cramnb.recipe import CramError, preset
+from cramnb.recipe import CramError, compose, preset
 
 OURS = {"encoder.embedding.word_embedding": "model.embeddings.word_embeddings", "encoder.embedding.pos_embedding.scale_factor": "model.embeddings.position.scale",
         "encoder.embedding.norm": "model.embeddings.norm", "encoder.": "model.", "norm1": "attention_norm", "norm2": "mlp_norm", "attn.self_attention.query_key_value": "attention.qkv",
@@ -65,8 +67,12 @@ def test_classifier_equals_the_original():
     for name, norm in facts["grad_norms"].items(): assert model.get_parameter(ours(name)).grad.norm().item() == pytest.approx(norm, rel=1e-3), name
 
 
-@pytest.mark.parametrize("name, parameters", {"crammed-bert": 119_589_889, "crammed-bert-simple": 110_945_024, "crammed-large-izsak": 337_081_344, "crammed-bamboo": 83_437_057,
-                                              "hf-bert-base": 111_241_472, "hf-bert-tiny": 4_706_432, "bert-original": 111_239_936}.items())
+COUNTS = {"crammed-bert": 119_589_889, "crammed-bert-simple": 110_945_024, "crammed-large-izsak": 337_081_344, "v1/crammed-bamboo": 83_437_057, "hf-bert-base": 111_241_472,
+          "hf-bert-tiny": 4_706_432, "v1/bert-original": 111_239_936, "v1/bert-base": 110_945_024, "v1/bert-c2": 110_846_721, "v1/bert-c3": 110_812_417, "v1/bert-c4": 96_574_465,
+          "v1/bert-c5": 120_179_713, "v1/bert-i4": 150_513_921}
+
+
+@pytest.mark.parametrize("name, parameters", COUNTS.items())
 def test_parameter_counts_of_the_original(name, parameters):
     with torch.device("meta"): assert count_parameters(build_model(preset("arch", name), 32_768)) == parameters
 
@@ -88,33 +94,112 @@ def test_padding_is_never_seen(arch):
     torch.testing.assert_close(model(ids[1:, :12]).logits[0], a[1, :12], atol=1e-5, rtol=1e-5)
 
 
-def test_sequences_beyond_the_position_table():
-    ids = torch.randint(5, 300, (1, 129))
-    with pytest.raises(CramError, match="129 tokens.*max_position_embeddings=128"): build_model(preset("arch", "tiny-crammed"), 300)(ids)
-    assert build_model(preset("arch", "tiny"), 300)(ids).logits.shape == (1, 129, 300)
+def batch(rows=4):
+    "Random rows of the tiny vocabulary, masked."
+    from cramnb.masking import mask_tokens
+    g = torch.Generator().manual_seed(1)
+    return mask_tokens(torch.randint(5, 300, (rows, 32), generator=g), mlm_probability=0.25, mask_token_id=4, vocab_size=300, generator=g)
 
 
-def test_save_and_load_keep_every_bit_and_tie_once(tmp_path):
-    from transformers import AutoModelForMaskedLM
-    model = build_model(preset("arch", "tiny"), 300)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
-    with safe_open(tmp_path/"model.safetensors", "pt") as f: assert sum("word_embeddings" in k or "decoder" in k for k in f.keys()) == 1
-    assert again.decoder.weight is again.model.embeddings.word_embeddings.weight
+def ways(model, b):
+    "Loss and gradients, dense, sparse, and sparse in chunks of rows."
+    for positions, chunk in ((None, 0), (b.positions, 0), (None, 7), (b.positions, 1), (b.positions, 1000)):
+        model.zero_grad()
+        model.loss_chunk_size = chunk
+        out = model(b.input_ids, labels=b.labels, masked_positions=positions)
+        out.loss.backward()
+        yield chunk, out, [p.grad.clone() for p in model.parameters()]
 
 
-def test_what_transformers_users_expect():
-    model = build_model(preset("arch", "tiny"), 300, attn_implementation="eager").eval()
-    ids = torch.randint(5, 300, (2, 16))
-    out = model(ids, token_type_ids=torch.zeros_like(ids), output_attentions=True, output_hidden_states=True)
-    assert len(out.attentions) == 4 and out.attentions[0].shape == (2, 4, 16, 16) and len(out.hidden_states) == 5
-    torch.testing.assert_close(out.attentions[0].sum(-1), torch.ones(2, 4, 16))
-    model.gradient_checkpointing_enable()
-    model.train()(ids, labels=ids).loss.backward()
-    model.resize_token_embeddings(310, mean_resizing=False)
-    assert model.decoder.weight.shape == (310, 128) and model.config.vocab_size == 310
+@pytest.mark.parametrize("decoder_bias", [False, True])
+def test_dense_sparse_and_chunked_losses_are_one(decoder_bias):
+    torch.manual_seed(0)
+    arch = replace(preset("arch", "tiny-crammed"), decoder_bias=decoder_bias, num_hidden_layers=2, head_transform="linear")
+    model, b = build_model(arch, 300).eval(), batch()
+    for p in model.parameters(): p.data += 0.1*torch.randn_like(p)
+    (_, want, grads), *others = ways(model, b)
+    for chunk, got, gradient in others:
+        assert abs(got.loss.item() - want.loss.item()) < 1e-6
+        assert (got.logits is None) == bool(chunk)
+        for a, g in zip(grads, gradient): torch.testing.assert_close(a, g, atol=1e-6, rtol=1e-4)
+    assert model(b.input_ids).logits.shape == (4, 32, 300)       # without labels there is nothing to save
 
 
-def test_values_that_are_not_supported_are_named():
-    with pytest.raises(CramError, match="geglue.*geglu"): CrammedBertConfig(hidden_act="geglue")
+def test_chunks_agree_with_torchs_own_function():
+    if not hasattr(torch.nn.functional, "linear_cross_entropy"): pytest.skip("this torch has none")
+    from cramnb.mlm import linear_cross_entropy
+    torch.manual_seed(0)
+    hidden, decoder, labels = torch.randn(10, 8), torch.nn.Linear(8, 30), torch.tensor([3, -100, 4, 0, 29, 7, -100, -100, 1, 2])
+    want = torch.nn.functional.linear_cross_entropy(hidden, decoder.weight, labels, linear_bias=decoder.bias)
+    for chunk in (0, 1, 3, 100): torch.testing.assert_close(linear_cross_entropy(hidden, decoder, labels, chunk)[0], want)
+
+
+class LargestTensor(TorchDispatchMode):
+    "Remembers the largest floating-point tensor that any operation makes."
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.is_floating_point(): self.largest = max(self.largest, t.numel())
+        return out
+
+
+def test_chunks_never_hold_all_logits():
+    from cramnb.mlm import linear_cross_entropy
+    torch.manual_seed(0)
+    hidden, decoder, labels = torch.randn(1000, 16, requires_grad=True), torch.nn.Linear(16, 300), torch.randint(0, 300, (1000,))
+    sizes = {}
+    for chunk in (0, 10):
+        with LargestTensor() as seen: linear_cross_entropy(hidden, decoder, labels, chunk)[0].backward()
+        sizes[chunk] = seen.largest
+    assert sizes == {0: 1000*300, 10: 1000*16}      # all logits; the hidden vectors alone
+
+
+@pytest.mark.parametrize("chunk", [0, 8])
+@pytest.mark.parametrize("arch", ["tiny", "tiny-crammed"])
+def test_sparse_prediction_compiles_as_one_graph(arch, chunk):
+    model, b = build_model(preset("arch", arch), 300, loss_chunk_size=chunk).eval(), batch()
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda b: model(b.input_ids, labels=b.labels, masked_positions=b.positions).loss, backend=backend, fullgraph=True, dynamic=False)
+    for b in (batch(), batch()): torch.testing.assert_close(compiled(b), model(b.input_ids, labels=b.labels, masked_positions=b.positions).loss)
+    assert len(graphs) == 1 and not {"item", "nonzero", "tolist"} & {str(node.target) for node in graphs[0].graph.nodes}
+    torch._dynamo.reset()
+
+
+def test_compiled_gradients_are_the_same_with_chunks_and_documents():
+    b, documents = batch(), (torch.arange(32) > 10).long().expand(4, -1)
+    for chunk, given in ((8, None), (0, documents)):
+        model = build_model(replace(preset("arch", "tiny-crammed"), num_hidden_layers=2), 300, loss_chunk_size=chunk).eval()
+        def loss(b): return model(b.input_ids, labels=b.labels, masked_positions=b.positions, document_ids=given).loss      # noqa: B023
+        grads = [torch.autograd.grad(f(b), list(model.parameters())) for f in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False))]
+        for want, got in zip(*grads): torch.testing.assert_close(got, want)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_no_value_is_read_back_from_the_device(chunk):
+    "On the meta device there are no values: whatever asks for one fails."
+    b = batch()
+    with torch.device("meta"): model = build_model(preset("arch", "tiny"), 300, loss_chunk_size=chunk)
+    loss = model(b.input_ids.to("meta"), labels=b.labels.to("meta"), masked_positions=b.positions.to("meta")).loss
+    loss.backward()
+    assert loss.shape == () and all(p.grad is not None for p in model.parameters())
+
+
+def test_the_chunk_size_of_a_recipe_reaches_the_model():
+    recipe = compose(["impl.loss_chunk_size=64"])
+    assert build_model(recipe.arch, 300, loss_chunk_size=recipe.impl.loss_chunk_size).loss_chunk_size == 64
+    with pytest.raises(CramError, match="loss_chunk_size=64 needs arch.model_type=crammed_bert"): compose(["arch=hf-bert-tiny", "impl.loss_chunk_size=64"])
+    with pytest.raises(CramError, match="must not be negative"): compose(["impl.loss_chunk_size=-1"])
+
+
+def test_the_first_version_of_the_name_is_understood():
+    assert compose(["arch=v1/bert-c5"]).arch == compose(["arch=bert-c5"]).arch
+    with pytest.raises(CramError, match="Did you mean 'bert-c5'"): compose(["arch=v1/bert-c55"])

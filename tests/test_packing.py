@@ -129,11 +129,11 @@ def test_the_card_tells_sources_counts_and_examples(texts, corpus, tmp_path):
     card = (corpus.folder/"README.md").read_text(encoding="utf-8")
     meta = yaml.safe_load(card.split("---")[1])
     assert meta["size_categories"] == ["1K<n<10K"] or meta["size_categories"] == ["n<1K"]
-    for word in (str(texts), "after cutting repeats", "characters a token", "Rows that were kept:", "Text that the quality filter dropped:"): assert word in card, word
+    for word in (str(texts), "after cutting repeats", "characters a token", "Rows that were kept:", "Dropped by repeats:", "source files: 1,500 documents"): assert word in card, word
     (tmp_path/"docs.jsonl").write_text(texts.read_text(encoding="utf-8") + "torn\n" + json.dumps({"text": "zero \x00 byte " + "word "*60}) + "\n", encoding="utf-8")
     bad, _ = prepare_corpus(small(tmp_path/"docs.jsonl", max_bad_lines=.01, near_duplicates=.8), tmp_path/"corpora")
     card = (bad.folder/"README.md").read_text(encoding="utf-8")
-    for word in ("1 lines could not be read", "not JSON", "1 documents had bytes", "after dropping near-duplicates"): assert word in card, word
+    for word in ("bad lines: 1", "nul bytes: 1", "after cutting repeats and near-duplicates"): assert word in card, word
 
 
 def test_what_shapes_a_store_changes_its_name(texts):

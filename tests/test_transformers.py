@@ -1,0 +1,252 @@
+"""The model is a citizen of transformers: its tools, tasks and switches work on it without our help."""
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import (AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, DataCollatorForLanguageModeling,
+                          Trainer, TrainingArguments, pipeline)
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
+
+from cramnb.encoder import CrammedBertConfig, CrammedBertModel
+from cramnb.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification, CrammedBertForTokenClassification, build_model, task_loss
+from cramnb.recipe import CramError, preset
+
+SMALL = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, max_position_embeddings=32, classifier_hidden_size=16)
+
+
+def small(**changes): return CrammedBertConfig(**(SMALL | changes))
+
+
+def ids(*shape): return torch.randint(5, 300, shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from cramnb.recipe import Data
+    from cramnb.tokenizer import train_tokenizer
+    words = ["the cat sat on the mat", "a dog saw the cat", "the dog ran to a mat", "a cat and a dog sat"]*20
+    return train_tokenizer(words, Data(), vocab_size=60)
+
+
+@pytest.mark.parametrize("auto, ours", [(AutoModel, CrammedBertModel), (AutoModelForMaskedLM, CrammedBertForMaskedLM),
+                                        (AutoModelForSequenceClassification, CrammedBertForSequenceClassification), (AutoModelForTokenClassification, CrammedBertForTokenClassification)])
+def test_auto_classes(auto, ours, tmp_path):
+    torch.manual_seed(0)
+    model = auto.from_config(small())
+    assert type(model) is ours
+    model.save_pretrained(tmp_path)
+    again, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(again) is ours and not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    state = again.state_dict()
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() | dict(_name_or_path="") == model.config.to_dict()
+
+
+def test_output_classes_and_tuples():
+    x = ids(2, 8)
+    for cls, out, labels, shape in ((CrammedBertForMaskedLM, MaskedLMOutput, x, (2, 8, 300)), (CrammedBertForSequenceClassification, SequenceClassifierOutput, torch.tensor([0, 3]), (2, 4)),
+                                    (CrammedBertForTokenClassification, TokenClassifierOutput, x % 4, (2, 8, 4))):
+        model = cls(small(num_labels=4)).eval()
+        with_labels, without = model(x, labels=labels), model(x)
+        assert type(with_labels) is type(without) is out
+        assert without.loss is None and torch.equal(with_labels.logits, without.logits) and without.logits.shape == shape      # logits are logits, asked or not
+        loss, logits = model(x, labels=labels, return_dict=False)
+        assert torch.equal(logits, without.logits) and torch.equal(loss, with_labels.loss)
+        assert torch.equal(model(x, return_dict=False)[0], logits)
+    encoder = CrammedBertModel(small()).eval()
+    assert type(encoder(x)) is BaseModelOutput and torch.equal(encoder(x, return_dict=False)[0], encoder(x).last_hidden_state)
+
+
+@pytest.mark.parametrize("final_norm", [True, False])
+def test_hidden_states_and_attentions(final_norm):
+    model = CrammedBertForMaskedLM(small(attn_implementation="eager", final_norm=final_norm)).eval()
+    out = model(ids(2, 8), output_hidden_states=True, output_attentions=True)
+    encoder = model.model(ids(2, 8), output_hidden_states=True)
+    assert len(out.hidden_states) == 3 and torch.equal(encoder.hidden_states[-1], encoder.last_hidden_state)
+    assert torch.equal(out.hidden_states[0], model.model.embeddings(ids(2, 8)))
+    assert [a.shape for a in out.attentions] == [(2, 4, 8, 8)]*2
+    torch.testing.assert_close(out.attentions[1].sum(-1), torch.ones(2, 4, 8))
+    assert model(ids(2, 8)).hidden_states is None and model(ids(2, 8)).attentions is None
+
+
+def test_the_tied_matrix_is_one_everywhere(tmp_path):
+    model = CrammedBertForMaskedLM(small(decoder_bias=True, head_transform="dense", use_bias=True))
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path/"model.safetensors", "pt") as f: assert [k for k in f.keys() if f.get_slice(k).get_shape() == [300, 32]] == ["model.embeddings.word_embeddings.weight"]
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert again.decoder.weight is again.model.embeddings.word_embeddings.weight
+    again(ids(2, 8), labels=ids(2, 8)).loss.backward()
+    assert again.decoder.weight.grad is again.model.embeddings.word_embeddings.weight.grad
+
+
+@pytest.mark.parametrize("decoder_bias", [False, True])
+def test_resize_token_embeddings(decoder_bias, tmp_path):
+    model = CrammedBertForMaskedLM(small(decoder_bias=decoder_bias)).eval()
+    before = model(ids(1, 8)).logits
+    model.resize_token_embeddings(310, mean_resizing=False)
+    out = model(ids(1, 8), labels=torch.full((1, 8), 305))
+    assert out.logits.shape == (1, 8, 310) and out.loss.isfinite() and model.config.vocab_size == 310
+    assert model.decoder.weight is model.model.embeddings.word_embeddings.weight and model.decoder.out_features == 310
+    torch.testing.assert_close(out.logits[..., :300], before)
+    if decoder_bias: assert model.decoder.bias.shape == (310,)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForMaskedLM.from_pretrained(tmp_path).eval()(ids(1, 8)).logits, out.logits)
+
+
+def test_gradient_checkpointing_changes_memory_and_nothing_else():
+    grads = []
+    for saving in (False, True):
+        torch.manual_seed(0)
+        model = CrammedBertForMaskedLM(small(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).train()
+        if saving: model.gradient_checkpointing_enable()
+        assert model.is_gradient_checkpointing == saving
+        model(ids(2, 8), attention_mask=torch.ones(2, 8), labels=ids(2, 8)).loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    for a, b in zip(*grads): torch.testing.assert_close(a, b)
+
+
+def test_token_types_are_accepted_and_ignored():
+    model = CrammedBertForSequenceClassification(small()).eval()
+    assert torch.equal(model(ids(2, 8)).logits, model(ids(2, 8), token_type_ids=torch.ones(2, 8, dtype=torch.long)).logits)
+
+
+def test_inputs_embeds():
+    model = CrammedBertForMaskedLM(small()).eval()
+    vectors = model.get_input_embeddings()(ids(2, 8))
+    assert torch.equal(model(inputs_embeds=vectors).logits, model(ids(2, 8)).logits)
+    for wrong in ({}, dict(input_ids=ids(2, 8), inputs_embeds=vectors)):
+        with pytest.raises(CramError, match="either input_ids or inputs_embeds"): model(**wrong)
+
+
+@pytest.mark.parametrize("position", ["scaled-sinusoidal", "sinusoidal", "learned", "rotary", "none"])
+def test_sequences_beyond_the_position_table(position):
+    model = CrammedBertModel(small(position_embedding_type=position))
+    if position in ("rotary", "none"): assert model(ids(1, 33)).last_hidden_state.shape == (1, 33, 32)
+    else:
+        with pytest.raises(CramError, match="33 tokens.*max_position_embeddings=32"): model(ids(1, 33))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_precisions(dtype, tmp_path):
+    torch.manual_seed(0)
+    model = CrammedBertForMaskedLM(small(qk_norm=True, position_embedding_type="rotary")).eval()
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    want = model(ids(2, 8), attention_mask=mask).logits
+    model.save_pretrained(tmp_path)
+    for attention in ("sdpa", "eager"):
+        lower = AutoModelForMaskedLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation=attention).eval()
+        out = lower(ids(2, 8), attention_mask=mask, labels=ids(2, 8))
+        assert lower.dtype == out.logits.dtype == dtype and out.loss.isfinite()
+        torch.testing.assert_close(out.logits.float(), want, atol=3e-2, rtol=3e-2)
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        with torch.autocast("cpu", torch.bfloat16): out = model(ids(2, 8), attention_mask=mask)
+        torch.testing.assert_close(out.logits.float(), want, atol=3e-2, rtol=3e-2)
+
+
+def test_kinds_of_tasks(tmp_path):
+    x, zeros = ids(3, 8), torch.zeros(3, 4)
+    classes, several, value = torch.tensor([0, 1, 3]), torch.tensor([[1., 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]), torch.tensor([0.5, 2.0, 5.0])
+    assert task_loss(zeros, classes).item() == pytest.approx(1.3863, abs=1e-4)
+    assert task_loss(zeros, several).item() == pytest.approx(0.6931, abs=1e-4)
+    assert task_loss(zeros, several, "regression").item() == pytest.approx((several**2).mean().item())
+    for labels, changes in ((classes, dict(num_labels=4)), (classes, dict(num_labels=4, problem_type="single_label_classification")), (several, dict(num_labels=4)),
+                            (several, dict(num_labels=4, problem_type="multi_label_classification")), (several, dict(num_labels=4, problem_type="regression")), (value, dict(num_labels=1)),
+                            (value, dict(num_labels=1, problem_type="regression"))):
+        out = CrammedBertForSequenceClassification(small(**changes))(x, labels=labels)
+        assert out.logits.shape == (3, changes["num_labels"]) and out.loss.isfinite()
+        out.loss.backward()
+    named = CrammedBertForSequenceClassification(small(id2label={0: "no", 1: "yes", 2: "maybe"}, label2id={"no": 0, "yes": 1, "maybe": 2}))
+    named.save_pretrained(tmp_path)
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path).config.id2label[2] == "maybe" and named.config.num_labels == 3
+
+
+def test_pooling_of_masks_that_are_odd():
+    x, mask = ids(2, 8), torch.ones(2, 8, dtype=torch.long)
+    for how in ("mean", "first", "max", "mean-with-padding"):
+        model = CrammedBertForSequenceClassification(small(classifier_pooling=how)).eval()
+        torch.testing.assert_close(model(x, attention_mask=mask).logits, model(x).logits)
+        empty = mask.clone()
+        empty[1] = 0
+        out = model(x, attention_mask=empty, labels=torch.tensor([0, 1]))
+        out.loss.backward()
+        assert out.logits.isfinite().all() and all(p.grad.isfinite().all() for p in model.parameters())
+        if how in ("mean", "max"):
+            with pytest.raises(CramError, match="mask of .B, T."): model(x, attention_mask=torch.ones(2, 8, 8))
+
+
+@pytest.mark.parametrize("wrong, nearest", [("norm_esp", "norm_eps"), ("hidden_sise", "hidden_size"), ("num_hidden_layer", "num_hidden_layers"), ("intermed_size", "intermediate_size")])
+def test_misspelt_settings_are_refused(wrong, nearest):
+    with pytest.raises(CramError, match=f"{wrong} is not a setting.*{nearest}"): small(**{wrong: 1})
+
+
+def test_what_transformers_puts_into_a_configuration_is_no_mistake(tmp_path):
+    config = small(torch_dtype="bfloat16", id2label={0: "a"}, problem_type="regression", architectures=["X"], my_own_note="kept", output_hidden_states=True)
+    assert config.my_own_note == "kept" and config.dtype == torch.bfloat16
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).my_own_note == "kept"
+
+
+def test_configurations_that_no_model_can_be_built_from(tmp_path):
+    for changes, message in ((dict(hidden_act="gelu_new"), "hidden_act=gelu_new is not supported: choose from geglu, swiglu, gelu, relu2"), (dict(num_attention_heads=5), "does not divide"),
+                             (dict(intermediate_size=65), "must be even"), (dict(norm_placement="middle"), "choose from pre, post, sandwich"), (dict(position_embedding_type="absolute"), "rotary")):
+        with pytest.raises(CramError, match=message): small(**changes)
+    small().save_pretrained(tmp_path)
+    changed = json.loads((tmp_path/"config.json").read_text()) | dict(norm_type="ScaleNorm")
+    (tmp_path/"config.json").write_text(json.dumps(changed))
+    with pytest.raises(CramError, match="norm_type=ScaleNorm"): AutoConfig.from_pretrained(tmp_path)
+    config = small()
+    config.hidden_act = "silu"      # set later, as from_pretrained(..., hidden_act=…) does
+    with pytest.raises(CramError, match="hidden_act=silu"): CrammedBertModel(config)
+
+
+def test_pipelines(tokenizer, tmp_path):
+    model = CrammedBertForMaskedLM(small(vocab_size=len(tokenizer))).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    guesses = pipeline("fill-mask", model=str(tmp_path), tokenizer=str(tmp_path))(f"the {tokenizer.mask_token} sat", top_k=3)
+    encoded = tokenizer(f"the {tokenizer.mask_token} sat", return_tensors="pt")
+    place = (encoded["input_ids"][0] == tokenizer.mask_token_id).nonzero()[0, 0]
+    best = model(**encoded).logits[0, place].softmax(-1).topk(3)
+    assert [g["token"] for g in guesses] == best.indices.tolist() and guesses[0]["score"] == pytest.approx(best.values[0].item(), rel=1e-4)
+    texts = ["the cat sat", "a dog ran to the mat and the cat"]
+    for config, names in ((small(vocab_size=len(tokenizer), num_labels=3), {"LABEL_0", "LABEL_1", "LABEL_2"}),):
+        scored = pipeline("text-classification", model=CrammedBertForSequenceClassification(config).eval(), tokenizer=tokenizer)(texts, batch_size=2, top_k=None)
+        assert all({s["label"] for s in row} == names and sum(s["score"] for s in row) == pytest.approx(1, abs=1e-5) for row in scored)
+        tags = pipeline("token-classification", model=CrammedBertForTokenClassification(config).eval(), tokenizer=tokenizer)(texts[0])
+        assert {t["entity"] for t in tags} <= names and tags[0]["word"] == "the"
+    features = pipeline("feature-extraction", model=model.model, tokenizer=tokenizer)(texts[0])
+    assert len(features[0][0]) == 32
+
+
+def training(folder, **changes):
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no", seed=0, lr_scheduler_type="constant", **changes)
+
+
+def test_trainer_of_transformers(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    rows = [tokenizer(t) for t in ["the cat sat on the mat", "a dog saw the cat", "the dog ran to a mat", "a cat and a dog sat"]*8]
+    model = CrammedBertForMaskedLM(small(vocab_size=len(tokenizer)))
+    collator = DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm_probability=0.3)
+    trainer = Trainer(model=model, args=training(tmp_path, max_steps=30, per_device_train_batch_size=16, learning_rate=3e-3), train_dataset=rows, eval_dataset=rows, data_collator=collator)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before - 0.5
+
+
+def test_trainer_accumulates_to_the_same_update(tmp_path):
+    rows = [dict(input_ids=row, labels=row) for row in ids(8, 8).tolist()]
+    results = []
+    for size, steps in ((8, 1), (2, 4)):
+        torch.manual_seed(0)
+        model = CrammedBertForMaskedLM(small(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        args = training(tmp_path, max_steps=1, per_device_train_batch_size=size, gradient_accumulation_steps=steps, optim="sgd", learning_rate=0.1, max_grad_norm=0.0)
+        Trainer(model=model, args=args, train_dataset=rows).train()
+        results.append(model.state_dict())
+    for name in results[0]: torch.testing.assert_close(results[0][name], results[1][name], atol=1e-6, rtol=1e-5)
+
+
+def test_build_model_refuses_what_berts_cannot_do():
+    with pytest.raises(CramError, match="crammed_bert"): build_model(preset("arch", "hf-bert-tiny"), 300, loss_chunk_size=8)
