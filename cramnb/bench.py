@@ -49,13 +49,14 @@ class Ratio:
     def median(self)->float: return statistics.median(self.each)
     def __str__(self): return f'{self.median:.2f} ({min(self.each):.2f} to {max(self.each):.2f})'
 
-# %% ../nbs/20_bench.ipynb #ebefdc5e
+# %% ../nbs/20_bench.ipynb #df00f4a2
 def side_by_side(
     ours:Callable,          # does the work our way; may return a Timing of its own
     theirs:Callable,        # does the same work the usual way
-    rounds:int=5,           # that count; one more comes first and is thrown away
+    rounds:int=5,           # that count
     clock:Callable=time.perf_counter,  # seconds
     report:Callable=lambda *_: None,   # report(round, ours, theirs)
+    warm:int=1,             # rounds that come first and are thrown away
 )->Ratio:
     "Time two ways of doing the same work in turns, A B A B. Raises CramError for less than one round."
     if rounds < 1: raise CramError(f"rounds={rounds} measures nothing: give at least 1.")
@@ -64,12 +65,12 @@ def side_by_side(
         out = arm()
         return out.seconds if isinstance(out, Timing) else clock() - start
     times = []
-    for n in range(rounds + 1):
+    for n in range(warm + rounds):
         times.append((once(ours), once(theirs)))
         report(n, *times[-1])
-    return Ratio(*(list(t) for t in zip(*times[1:])))
+    return Ratio(*(list(t) for t in zip(*times[warm:])))
 
-# %% ../nbs/20_bench.ipynb #4627fdcb
+# %% ../nbs/20_bench.ipynb #536fe281
 @dataclass
 class Case:
     "Two ways of doing the same work."
@@ -79,8 +80,9 @@ class Case:
     amount:float=0              # units of work in a round (0: each arm returns how many it did)
     unit:str='tokens'           # of the work
     same:Callable=lambda ours, theirs: True  # do the two results agree?
+    warm:int=1                  # rounds to throw away; none where each arm starts a process of its own
 
-# %% ../nbs/20_bench.ipynb #2d148706
+# %% ../nbs/20_bench.ipynb #c73944fd
 def measure(
     name:str,               # of the case
     case:Case,              # both arms
@@ -96,7 +98,7 @@ def measure(
             if isinstance(out, Timing): memory[i] = max(memory[i], out.memory)
             return out
         return run
-    ratio = side_by_side(watched(case.ours, 0), watched(case.theirs, 1), rounds, report=report)
+    ratio = side_by_side(watched(case.ours, 0), watched(case.theirs, 1), rounds, report=report, warm=case.warm)
     if not case.same(*results): raise CramError(f"bench {name}: the two arms did not do the same work ({results[0]!r:.80} and {results[1]!r:.80}), so their times say nothing.")
     amounts = [case.amount]*2 if case.amount else results
     rate = Ratio([t/amounts[0] for t in ratio.ours], [t/amounts[1] for t in ratio.theirs])
@@ -197,7 +199,7 @@ def arm_process(which:str, files:str, folder:str):
     peak = max(resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     print(json.dumps(dict(seconds=sum(os.times()[:4]) - before, memory=peak*(1 if sys.platform == 'darwin' else 1024), result=tokens)))
 
-# %% ../nbs/20_bench.ipynb #21d949b0
+# %% ../nbs/20_bench.ipynb #a756dccd
 def _arm(which, files, folder):
     "A process that runs one arm on one thread."
     env = {**os.environ, 'OMP_NUM_THREADS': '1', 'RAYON_NUM_THREADS': '1', 'TOKENIZERS_PARALLELISM': 'false'}
@@ -215,7 +217,7 @@ def data(
     with text.open('w', encoding='utf-8') as f: f.writelines(json.dumps(dict(text=t)) + '\n' for t, _ in documents(d))
     d = replace(d, hub_path='', files='', max_documents=0, max_megabytes=0.0)
     write_json(text.with_suffix('.json'), asdict(d))
-    return Case(lambda: _arm('ours', text, folder), lambda: _arm('theirs', text, folder), 'the same steps with datasets.map', same=lambda a, b: abs(a/b - 1) < .05)
+    return Case(lambda: _arm('ours', text, folder), lambda: _arm('theirs', text, folder), 'the same steps with datasets.map', same=lambda a, b: abs(a/b - 1) < .05, warm=0)
 
 # %% ../nbs/20_bench.ipynb #f52ec30f
 CASES = dict(masking=masking, loader=loader, data=data)   # a new case: a function (recipe, folder) -> Case, and its name here

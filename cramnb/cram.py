@@ -11,10 +11,10 @@ __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_f
            'masked_rows', 'heldout_batches', 'make_trainer', 'auto_microbatch', 'Interruptible', 'pretrain', 'open_log',
            'measure', 'train_loop', 'finish', 'pretrain_table', 'write_report', 'wants_local', 'data_verb',
            'pretrain_verb', 'dry_run', 'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks',
-           'check_start', 'cram_verb', 'runs_verb', 'plot_verb', 'probe_verb', 'usage', 'verb_help', 'read_command',
-           'latest_run', 'go_on', 'main']
+           'check_start', 'cram_verb', 'runs_verb', 'plot_verb', 'probe_verb', 'bench_verb', 'usage', 'verb_help',
+           'read_command', 'latest_run', 'go_on', 'main']
 
-# %% ../nbs/23_cram.ipynb #d20e2ae9
+# %% ../nbs/23_cram.ipynb #1023a16e
 import dataclasses, hashlib, json, os, random, shlex, shutil, signal, sys, tempfile, threading, time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from .attention import check_attention
+from .bench import CASES, bench
 from .checkpoint import Keeper, best_checkpoint, checkpoints
 from .distributed import Follower, LostRank, World, join_world, launcher, places, resume, spread
 from .finetune import evaluate_checkpoint, load_tokenizer, mean_score, plot_scores, quiet, score_table, summarise, within_rules
@@ -509,7 +510,7 @@ def plot_verb(words:list[str], say:Callable=print):
         for sign in diagnose(rows): say(f"{name}: {sign}")
     say(f"Picture: {path} ({', '.join(logs)})")
 
-# %% ../nbs/23_cram.ipynb #6ec97b9a
+# %% ../nbs/23_cram.ipynb #d44ded60
 def probe_verb(words:list[str], say:Callable=print):
     "Fill the blanks of a text: probe [name=RUN] text='the [MASK] of the array'."
     own = dict(w.split('=', 1) for w in words if w.startswith('text='))
@@ -520,9 +521,13 @@ def probe_verb(words:list[str], say:Callable=print):
     say(f'{checkpoint}: {text}')
     for guesses in fill_blank(model, tokenizer, text): say('  ' + ', '.join(f'{token} {p:.1%}' for token, p in guesses))
 
-# %% ../nbs/23_cram.ipynb #d8ec89c7
+def bench_verb(words:list[str], say:Callable=print):
+    "Measure our way beside the usual one, in turns, and write bench.json (chapter 20)."
+    bench(words, say=say)
+
+# %% ../nbs/23_cram.ipynb #30e53132
 VERBS = dict(cram=cram_verb, pretrain=pretrain_verb, eval=eval_verb, data=data_verb)
-LOOKERS = dict(runs=runs_verb, plot=plot_verb, probe=probe_verb)     # verbs that only look, and read their own words
+LOOKERS = dict(runs=runs_verb, plot=plot_verb, probe=probe_verb, bench=bench_verb)     # verbs that only look, and read their own words
 
 def usage()->str:
     "What `cramnb --help` prints first."
@@ -532,6 +537,7 @@ def usage()->str:
 
 def verb_help(verb:str)->str:
     "What `cramnb VERB --help` prints: presets, then every key with its default and meaning."
+    if verb == 'bench': return f"usage: cramnb bench [CASE …] [rounds=5] [key=value …]\n\n{bench_verb.__doc__}\n\nCases: {', '.join(CASES)} (default: all)."
     if verb in LOOKERS: return f"usage: cramnb {verb} …\n\n{LOOKERS[verb].__doc__}\n\nbase_dir=FOLDER says where the runs are (default: {tiny().base_dir})."
     lines = [f"usage: cramnb {verb} [key=value …]", '', f"{VERBS[verb].__doc__}", '', 'Presets:']
     lines += [f"  {g+'=':<8}{' | '.join(PRESETS[g])}" for g in GROUPS]

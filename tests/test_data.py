@@ -104,22 +104,6 @@ def test_curriculum_shows_short_sentences_first(texts, tmp_path):
 def _build(texts, folder): prepare_corpus(small(texts), folder)
 
 
-def test_a_killed_build_never_looks_complete_and_goes_on(texts, tmp_path):
-    prepare_corpus(small(texts), tmp_path/"whole")
-    whole = load_corpus(store_folder(small(texts), tmp_path/"whole"))
-    rng, fork = random.Random(0), server()
-    for attempt in range(20):
-        p = fork.Process(target=_build, args=(texts, tmp_path/"killed"))
-        p.start()
-        time.sleep(rng.uniform(0.05, 0.9))
-        p.kill()     # SIGKILL
-        p.join()
-        folder = store_folder(small(texts), tmp_path/"killed")
-        if folder.exists(): assert np.array_equal(load_corpus(folder).rows[:], whole.rows[:])
-    corpus, _ = prepare_corpus(small(texts), tmp_path/"killed")
-    assert np.array_equal(corpus.rows[:], whole.rows[:]) and corpus.card["counts"] == whole.card["counts"]
-
-
 def test_two_at_once_build_once(texts, tmp_path):
     fork = server()
     both = [fork.Process(target=_build, args=(texts, tmp_path)) for _ in range(2)]

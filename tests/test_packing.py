@@ -16,8 +16,11 @@ import yaml
 from conftest import server
 
 import cramnb.packing as packing
-from cramnb.packing import (DiskFull, Shards, load_corpus, order_keys, original_config, original_key, original_source, prepare_corpus, store_folder, store_key, token_lengths)
+from cramnb.corpus import documents
+from cramnb.packing import (BLOCK, WINDOW, DiskFull, Encoder, Rows, Shards, in_order, keyed, learn_words, load_corpus, order_keys, original_config, original_key, original_source, pack, prepare_corpus,
+                            row_order, split_words, store_folder, store_key, token_lengths, write_rows)
 from cramnb.recipe import CramError, Data, preset
+from cramnb.tokenizer import encode, train_tokenizer
 
 
 def small(texts: Path, **changes) -> Data:
@@ -163,18 +166,21 @@ def test_finished_shards_are_not_built_again(texts, tmp_path, monkeypatch):
     assert "reading" not in stages and "cutting repeats" not in stages and "filtering" not in stages and "packing" in stages
 
 
-@pytest.mark.parametrize("where", [1, 3, 6])
-def test_a_full_disk_is_one_message_and_keeps_what_is_finished(where, texts, tmp_path, monkeypatch):
-    real, calls = packing.write_json, []
-    def full(path, value, **options):
+@pytest.mark.parametrize("where", [1, 2, 4, 6, 8, 10, 13])
+def test_a_full_disk_is_one_message_and_keeps_what_is_finished(where, corpus, texts, tmp_path, monkeypatch):
+    real, calls = packing.write_whole, []
+    def full(path, write):
         calls.append(path)
         if len(calls) == where: raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(path, value, **options)
-    monkeypatch.setattr(packing, "write_json", full)
+        real(path, write)
+    monkeypatch.setattr(packing, "write_whole", full)
     with pytest.raises(DiskFull, match="The disk is full.*finished parts are kept"): prepare_corpus(small(texts), tmp_path)
     assert not store_folder(small(texts), tmp_path).exists()
-    monkeypatch.setattr(packing, "write_json", real)
-    assert len(prepare_corpus(small(texts), tmp_path)[0].rows) > 50
+    kept = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.np?")}
+    monkeypatch.setattr(packing, "write_whole", real)
+    seen = []
+    def look(*_): seen.extend(p for p in kept if p.exists() and p.stat().st_mtime_ns != kept[p])
+    assert np.array_equal(prepare_corpus(small(texts), tmp_path, look)[0].rows[:], corpus.rows[:]) and not seen, "finished parts are used, not written again"
 
 
 def _hold(folder, data):
@@ -263,3 +269,217 @@ def test_pretraining_on_ready_made_rows(published, tmp_path):
     done = subprocess.run([sys.executable, "-m", "cramnb", *words], cwd=tmp_path, text=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
     assert (tmp_path/"runs/r/model/tokenizer.json").exists() and "held-out loss" in done.stdout
+
+
+# --- nothing lost on the way from text to rows
+
+@pytest.mark.parametrize("seq_length", [1, 2, 7, 64, 129])
+@pytest.mark.parametrize("cls_id", [None, 2])
+def test_packing_in_pieces_of_any_size_is_packing_at_once(seq_length, cls_id):
+    if seq_length == 1 and cls_id: return
+    rng = np.random.default_rng(seq_length)
+    docs = [rng.integers(5, 900, size=n).tolist() for n in rng.integers(0, 200, size=90)]
+    whole, rest = pack(docs, seq_length, cls_id)
+    for size in (1, 13, 89, 90):
+        left, pieces = np.zeros(0, np.uint32), []
+        for i in range(0, 90, size):
+            piece, left = pack([left, *docs[i:i+size]], seq_length, cls_id)
+            pieces.append(piece)
+        assert np.array_equal(np.concatenate(pieces), whole) and np.array_equal(left, rest) and len(rest) < seq_length
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(include_cls=True), dict(include_sep=False), dict(lowercase=False), dict(tokenizer="BPE", ascii_only=False), dict(seq_length=61)])
+def test_every_token_of_the_text_is_in_a_row_or_in_the_card(changes, texts, tmp_path):
+    data = small(texts, deduplicate=False, trash_cutoff=0.0, **changes)
+    c, _ = prepare_corpus(data, tmp_path)
+    train = [t for t, held in documents(data) if not held]
+    expected = np.concatenate([np.array(i[data.include_cls:], int) for i in encode(c.tokenizer, train)])
+    body = c.rows[:][:, 1:] if data.include_cls else c.rows[:]
+    got = np.concatenate([body.reshape(-1), np.array(c.card["counts"]["rest"], int)])
+    assert np.array_equal(np.bincount(got, minlength=1000), np.bincount(expected, minlength=1000)) and c.card["counts"]["tokens"] == len(expected)
+
+
+ODD = ["", "   ", "word "*3, "x"*101 + " y", "[MASK] [SEP] a[CLS]b ##ing", "Caf\u00e9 na\u00efve \u2014 test  \u00df \u0130stanbul \ufb01ne \u212b \u212aelvin", "tab\tnew\nline\x0bvt\x1cfs\x85nel\u00a0nbsp\u2028ls",
+       "``quoted'' '''three", "".join(map(chr, [*range(1, 0xd800), *range(0xe000, 0x10000)])), "\u4f60\u597d world", "a\u0301\u0327e\u0301"]
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_words_cut_once_give_the_tokens_of_the_tokenizer(lowercase, texts, tmp_path):
+    data = small(texts, lowercase=lowercase)
+    docs = [t for t, _ in documents(data)][:300] + ODD
+    counts = {}
+    for d in docs:
+        for w in split_words(d, data): counts[w] = counts.get(w, 0) + 1
+    slow, fast = train_tokenizer(docs, data), learn_words(counts, data)
+    assert fast.backend_tokenizer.to_str() == slow.backend_tokenizer.to_str() and fast.special_tokens_map == slow.special_tokens_map
+    (tmp_path/"words").mkdir()
+    Shards(tmp_path/"unique").write(0, docs)
+    packing._words(data, tmp_path, 0)
+    tokens, ends = Encoder(fast, data, tmp_path).shard(0)
+    for got, want, doc in zip(np.split(tokens, ends[:-1]), encode(slow, docs), docs): assert got.tolist() == want, doc[:50]
+
+
+def test_a_vocabulary_that_does_not_fit_says_what_is_possible():
+    with pytest.raises(CramError, match="vocab_size=5000.*supports"): learn_words({"few": 3, "words": 1}, Data(vocab_size=5000))
+
+
+# --- orders in bounded memory
+
+@pytest.mark.parametrize("n", [1, BLOCK-1, BLOCK, BLOCK+1, BLOCK*WINDOW, BLOCK*WINDOW+1, 3*BLOCK*WINDOW+77])
+def test_an_epoch_shows_each_row_once_and_any_part_of_it_can_be_computed(n):
+    whole = row_order(n, 3, 5)
+    assert np.array_equal(np.sort(whole), np.arange(n))
+    rng = np.random.default_rng(n)
+    for a, b in np.sort(rng.integers(0, n+1, (20, 2))): assert np.array_equal(row_order(n, 3, 5, int(a), int(b)), whole[a:b])
+    if n > 100: assert not np.array_equal(whole, row_order(n, 4, 5)) and not np.array_equal(whole, row_order(n, 3, 6)) and (np.diff(whole) == 1).mean() < .05
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "floats", "all equal"])
+def test_sorting_in_boxes_is_sorting(kind, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 900, (5000, 16)).astype(np.uint16)
+    write_rows(np.array_split(rows, 7), tmp_path/"r.arrow", 900)
+    values = dict(random=rng.integers(0, 2**31, 5000), ties=-rng.integers(0, 4, 5000), floats=-np.round(rng.random(5000), 4), **{"all equal": np.zeros(5000, int)})[kind]
+    keys = keyed(values, 0)
+    for memory in (10**9, 40_000, 4_000):
+        boxes = list(in_order(Rows(tmp_path/"r.arrow"), keys, tmp_path/"boxes", memory))
+        assert np.array_equal(np.concatenate(boxes), rows[np.argsort(values, kind="stable")]) and not (tmp_path/"boxes").exists()
+        assert memory == 10**9 or max(b.nbytes for b in boxes) < 2*memory
+
+
+def test_the_order_on_disk_is_the_order_of_training(texts, corpus, tmp_path):
+    c, _ = prepare_corpus(small(texts, ordering="sentence-length-curriculum"), tmp_path)
+    assert np.array_equal(c.batch(0, len(c.rows), 7), c.rows[:]) and not (c.folder/"order.npy").exists()
+    plain, _ = prepare_corpus(small(texts, ordering="none"), tmp_path)
+    assert sorted(map(bytes, plain.rows[:])) == sorted(map(bytes, corpus.rows[:])) and not np.array_equal(plain.rows[:], corpus.rows[:]), "a random store is shuffled on disk"
+    assert sorted(map(bytes, corpus.batch(0, len(corpus.rows), 1))) == sorted(map(bytes, corpus.rows[:]))
+
+
+def test_block_diagonal_attention_needs_marks(texts, tmp_path):
+    c, _ = prepare_corpus(small(texts, include_sep=False), tmp_path)
+    with pytest.raises(CramError, match="include_sep=True"): c.document_ids(c.rows[:2])
+
+
+# --- more about the store
+
+def test_the_whole_store_costs_two_bytes_a_token(texts, tmp_path):
+    many = [t for t, _ in documents(small(texts))]*12
+    (tmp_path/"many.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in many))
+    c, _ = prepare_corpus(small(tmp_path/"many.jsonl", deduplicate=False, trash_cutoff=0.0, heldout=.01), tmp_path/"corpora")
+    size = sum(p.stat().st_size for p in c.folder.rglob("*") if p.is_file())
+    assert size <= 2.1*(c.rows[:].size + c.heldout[:].size), {p.name: p.stat().st_size for p in c.folder.rglob('*')}
+
+
+def test_what_is_not_read_does_not_change_the_name(texts):
+    data = small(texts, deduplicate=False)
+    same = [dict(deduplication_threshold=50), dict(files=str(texts.parent/"."/texts.name)), dict(hub_name="x"), dict(hub_path="y")]
+    assert {store_key(replace(data, **c)) for c in same} == {store_key(data)}
+    assert store_key(replace(data, deduplicate=True, deduplication_threshold=50)) != store_key(replace(data, deduplicate=True))
+
+
+def test_a_file_that_changes_makes_another_store(texts, tmp_path):
+    copy = tmp_path/"docs.jsonl"
+    copy.write_bytes(texts.read_bytes())
+    before = store_key(small(copy))
+    with copy.open("a") as f: f.write('{"text": "one more"}\n')
+    assert store_key(small(copy)) != before
+
+
+def test_the_format_number_is_raised_when_the_rows_change(tmp_path):
+    "If this fails, the same recipe now gives other rows: raise FORMAT, so that old stores are built anew, and put the new checksum here."
+    import hashlib
+    rng = np.random.default_rng(0)
+    word = ["".join(rng.choice(list("abcdefgh"), int(n))) for n in rng.integers(1, 9, 300)]
+    (tmp_path/"t.jsonl").write_text("".join(json.dumps({"text": " ".join(rng.choice(word, 60)) + "."}) + "\n" for _ in range(200)))
+    data = small(tmp_path/"t.jsonl", vocab_size=120, seq_length=16)
+    sums = [hashlib.md5(prepare_corpus(replace(data, ordering=o), tmp_path)[0].rows[:].tobytes()).hexdigest()[:8] for o in ("randomized", "sentence-length-curriculum")]
+    assert (packing.FORMAT, *sums) == GOLDEN
+
+
+GOLDEN = (3, "76ae70cf", "0cafa6d1")
+
+
+def test_heldout_text_is_bounded_and_the_rest_is_trained_on(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(packing.read_stage, "__defaults__", (16_000_000, 5_000))
+    c, _ = prepare_corpus(small(texts, heldout=.5, deduplicate=False, trash_cutoff=0.0), tmp_path)
+    n = c.card["counts"]
+    assert 5_000 <= sum(map(len, c.heldout_documents())) < 15_000 and n["heldout_unused"] == 0 and n["clean"]["documents"] + n["heldout_documents"] == n["documents"]
+    for part in ("train", "val"): (tmp_path/f"w.{part}.jsonl").write_bytes(texts.read_bytes())
+    c, _ = prepare_corpus(small(f"{tmp_path}/w.train.jsonl,{tmp_path}/w.val.jsonl", deduplicate=False, trash_cutoff=0.0), tmp_path)
+    assert c.card["counts"]["heldout_unused"] > 100 and c.card["counts"]["clean"]["documents"] == 1500, "files that are held out by name are never trained on"
+
+
+def test_a_damaged_shard_is_noticed(texts, tmp_path):
+    def spoil(stage, done, total):
+        if stage == "cutting repeats":
+            for p in tmp_path.rglob("unique/*.json"): p.write_bytes(p.read_bytes()[:-50])
+    with pytest.raises(CramError, match="is damaged"): prepare_corpus(small(texts), tmp_path, spoil)
+    assert not list(tmp_path.glob("*.partial")) and len(prepare_corpus(small(texts), tmp_path)[0].rows) > 50
+
+
+def test_a_folder_that_cannot_be_written(texts, tmp_path, monkeypatch):
+    c, _ = prepare_corpus(small(texts), tmp_path)
+    def refuse(*_, **__): raise PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(packing.FileLock, "acquire", refuse)
+    assert prepare_corpus(small(texts), tmp_path)[1], "what is finished can be used"
+    with pytest.raises(CramError, match="impl.path=.*Permission denied.*can be written"): prepare_corpus(small(texts, seq_length=32), tmp_path)
+
+
+# --- many processes, killed processes
+
+def _in_shards(texts, folder, cores="1"):
+    "A build of some twenty shards, in a process of its own."
+    os.environ["OMP_NUM_THREADS"] = cores
+    packing.read_stage.__defaults__ = (20_000, 8_000_000)
+    prepare_corpus(small(texts), folder)
+
+
+def test_any_number_of_processes_builds_the_same(texts, tmp_path):
+    for cores in "12":
+        p = server().Process(target=_in_shards, args=(texts, tmp_path/cores, cores))
+        p.start(); p.join()
+        assert p.exitcode == 0
+    one, two = (load_corpus(store_folder(small(texts), tmp_path/c)) for c in "12")
+    assert np.array_equal(one.rows[:], two.rows[:]) and np.array_equal(one.heldout[:], two.heldout[:]) and one.card["counts"] == two.card["counts"]
+    assert (one.folder/"tokenizer/tokenizer.json").read_bytes() == (two.folder/"tokenizer/tokenizer.json").read_bytes()
+
+
+def test_a_helper_that_dies_does_no_harm(texts, corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(packing.read_stage, "__defaults__", (20_000, 8_000_000))
+    killed = []
+    start = packing.Helpers._start
+    def remember(self):
+        killed.append(start(self))
+        return killed[-1]
+    monkeypatch.setattr(packing.Helpers, "_start", remember)
+    def kill(stage, done, total):
+        if stage == "splitting words": killed[0].kill()
+    c, _ = prepare_corpus(small(texts), tmp_path, kill)
+    assert killed[0].wait() == -9 and c.card["counts"]["tokens"] == c.card["counts"]["rows"]*64 + c.card["counts"]["tokens_left"]
+
+
+@pytest.mark.parametrize("cores, kills", [("1", 14), ("2", 6)])
+def test_a_killed_build_goes_on_from_its_finished_shards(cores, kills, texts, tmp_path):
+    "kill -9 at twenty random moments: finished shards stay as they are, and the result is that of a build in peace."
+    import random
+    import time
+    peace = server().Process(target=_in_shards, args=(texts, tmp_path/"peace"))
+    peace.start(); peace.join()
+    whole, rng = load_corpus(store_folder(small(texts), tmp_path/"peace")), random.Random(0)
+    folder, written = store_folder(small(texts), tmp_path/"killed"), {}
+    for _ in range(kills):
+        p = server().Process(target=_in_shards, args=(texts, tmp_path/"killed", cores))
+        p.start()
+        time.sleep(rng.uniform(0.05, 1.2))
+        p.kill(); p.join()
+        if folder.exists(): assert np.array_equal(load_corpus(folder).rows[:], whole.rows[:])
+        partial = Path(f"{folder}.partial")
+        if (partial/"read.json").exists():
+            for path in [*partial.glob("*/[0-9]*.json"), *partial.glob("*/[0-9]*.np?")]:
+                if path.suffix != ".tmp": written.setdefault(path, set()).add(path.stat().st_ino)
+    p = server().Process(target=_in_shards, args=(texts, tmp_path/"killed"))
+    p.start(); p.join()
+    c = load_corpus(folder)
+    assert np.array_equal(c.rows[:], whole.rows[:]) and c.card["counts"] == whole.card["counts"] and not list((tmp_path/"killed").glob("*.partial"))
+    assert cores == "2" or max(map(len, written.values()), default=1) == 1, "a finished shard was written again"     # an orphaned helper may finish its last one
