@@ -1,6 +1,6 @@
 """One graphics card, one day, and every choice of the run in one typed object
 
-The rules of cramming and every choice of a run in one typed object, `Recipe`, with five parts: `arch`, `data`, `train`, `eval` and `impl`. `compose` builds a recipe from words such as `arch=crammed-bert` and `train.lr=1e-3`, on top of named presets, and answers each mistake with one message that helps. `tiny` and `crammed` are the two recipes to know: three minutes on two cores, and the paper's day.
+The rules of cramming and every choice of a run in one typed object, `Recipe`, with five parts, `arch`, `data`, `train`, `eval` and `impl`, and a small one, `wandb`. `compose` builds a recipe from words such as `arch=crammed-bert` and `train.lr=1e-3`, on top of named presets, and answers each mistake with one message that helps. `tiny` and `crammed` are the two recipes to know: three minutes on two cores, and the paper's day.
 
 Docs: https://cramnb.github.io/cramnb/recipe.html.md"""
 
@@ -8,8 +8,8 @@ Docs: https://cramnb.github.io/cramnb/recipe.html.md"""
 
 # %% auto #0
 __all__ = ['GROUPS', 'PRESETS', 'RECIPES', 'ALIASES', 'CramError', 'nearest', 'one_of', 'Arch', 'Data', 'Train', 'Eval', 'Impl',
-           'Recipe', 'preset', 'parse_budget', 'show_budget', 'flat', 'check', 'with_environment', 'compose', 'tiny',
-           'crammed', 'diff', 'option_table', 'to_dict', 'from_dict']
+           'Wandb', 'Recipe', 'preset', 'parse_budget', 'show_budget', 'flat', 'check', 'with_environment', 'compose',
+           'tiny', 'crammed', 'diff', 'option_table', 'to_dict', 'from_dict']
 
 # %% ../nbs/00_recipe.ipynb #e31afa28
 import dataclasses, difflib, math, os, re, types, typing
@@ -146,7 +146,7 @@ class Eval:
     classifier_pooling:str = one_of('first', 'mean', 'max', 'mean-with-padding')  # overrides arch
     max_train_examples:int = 0             # cut the training set (0: all)
 
-# %% ../nbs/00_recipe.ipynb #15106239
+# %% ../nbs/00_recipe.ipynb #edbf9063
 @dataclass
 class Impl:
     "How it is computed: nothing here should change what is learnt."
@@ -161,8 +161,19 @@ class Impl:
     loss_chunk_size:int = 0                # rows of logits held at once (0: all): less memory, some work done twice
     save_every:float = 5.0                 # minutes between checkpoints
     keep_checkpoints:int = 2               # how many are kept
+    tensorboard:bool = False               # also log to NAME/tensorboard (needs the extra `track`)
 
-# %% ../nbs/00_recipe.ipynb #6584b240
+# %% ../nbs/00_recipe.ipynb #b0dbe1ac
+@dataclass
+class Wandb:
+    "Weights & Biases, told of every update; the names are the original's (needs the extra `track`)."
+    enabled:bool = False                   # send the log there, too
+    project:str = 'cramming-pretrain'      # where the run is filed
+    entity:str = ''                        # user or team (empty: your default)
+    mode:str = one_of('auto', 'online', 'offline', 'disabled')  # auto: as WANDB_MODE says, else online
+    tags:list[str] = field(default_factory=list)  # labels of the run
+
+# %% ../nbs/00_recipe.ipynb #b66b3d28
 @dataclass
 class Recipe:
     "Every choice of a run: what the user may change, and nothing else."
@@ -177,9 +188,10 @@ class Recipe:
     train:Train = field(default_factory=Train) # pretraining
     eval:Eval = field(default_factory=Eval)    # fine-tuning
     impl:Impl = field(default_factory=Impl)    # how it is computed
+    wandb:Wandb = field(default_factory=Wandb) # who is told about it
 
-# %% ../nbs/00_recipe.ipynb #2a875e8c
-GROUPS = dict(arch=Arch, data=Data, train=Train, eval=Eval, impl=Impl)
+# %% ../nbs/00_recipe.ipynb #0fc087c2
+GROUPS = dict(arch=Arch, data=Data, train=Train, eval=Eval, impl=Impl, wandb=Wandb)
 
 _biased = dict(use_bias=True, qkv_bias=True, decoder_bias=True, hidden_act='gelu', head_transform='dense',
                position_embedding_type='learned', final_norm=False, classifier_pooling='first')
@@ -233,13 +245,14 @@ PRESETS['train'] = {
     'bert-original': dict(_bert_o, optimizer='adam', lr=1e-4, betas=[0.9, 0.999], eps=1e-8, batch_size=512, scheduler='budget-polynomial', warmup=0.01, dropout=True),
 }
 
-# %% ../nbs/00_recipe.ipynb #64b95472
+# %% ../nbs/00_recipe.ipynb #6f8f7592
 PRESETS['eval'] = {
     'GLUE_sane': {},
     'GLUE': dict(lr=2e-5, weight_decay=0.1, batch_size=32, epochs=10, warmup=0.06, scheduler='budget-linear', classifier_pooling='mean'),
     'local': dict(tasks='acceptability,order,similarity', lr=1e-3, classifier_pooling='mean', epochs=5, batch_size=32),
 }
 PRESETS['impl'] = {'torch-default': {}}
+PRESETS['wandb'] = {'none': {}, 'default': dict(enabled=True)}
 
 # %% ../nbs/00_recipe.ipynb #40ea7ee3
 RECIPES = {
@@ -248,11 +261,11 @@ RECIPES = {
     'modern': dict(budget='24', arch='modern', data='fineweb-edu', train='modern', eval='GLUE_sane', impl='torch-default'),
 }
 
-# %% ../nbs/00_recipe.ipynb #3a781bd5
+# %% ../nbs/00_recipe.ipynb #3a9d4c56
 def preset(
-    group:str,      # 'arch', 'data', 'train', 'eval' or 'impl'
+    group:str,      # 'arch', 'data', 'train', 'eval', 'impl' or 'wandb'
     name:str,       # one of PRESETS[group]; the original's prefix v1/ may stand before it
-):                  # an Arch, Data, Train, Eval or Impl
+):                  # an Arch, Data, Train, Eval, Impl or Wandb
     "Build one part of a recipe by name. Raises CramError for a name that is not there."
     name = name.removeprefix('v1/')
     if name not in PRESETS[group]:
@@ -290,7 +303,7 @@ def flat(
         else: out[prefix+f.name] = v
     return out
 
-# %% ../nbs/00_recipe.ipynb #d73f57cc
+# %% ../nbs/00_recipe.ipynb #abd233df
 ALIASES = {
     'arch.num_transformer_layers': 'arch.num_hidden_layers', 'arch.intermed_size': 'arch.intermediate_size', 'arch.nonlin': 'arch.hidden_act',
     'arch.attention.num_attention_heads': 'arch.num_attention_heads', 'arch.embedding.pos_embedding': 'arch.position_embedding_type',
@@ -298,6 +311,7 @@ ALIASES = {
     'train.optim.weight_decay': 'train.weight_decay', 'train.warmup_steps': 'train.warmup', 'train.cooldown_steps': 'train.cooldown',
     'train.objective.mlm_probability': 'train.mlm_probability', 'train.pretrain_in_train_mode': 'train.dropout', 'eval.optim.lr': 'eval.lr',
     'train.objective.use_80_20_rule': 'train.use_80_20_rule', 'eval.warmup_steps': 'eval.warmup', 'data.max_entries_in_raw_dataset': 'data.max_documents',
+    'tensorboard.enabled': 'impl.tensorboard',
 }  # left: the original's key; right: ours
 
 # %% ../nbs/00_recipe.ipynb #1a186f13
