@@ -11,9 +11,10 @@ __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_f
            'masked_rows', 'heldout_batches', 'make_trainer', 'auto_microbatch', 'Interruptible', 'pretrain', 'open_log',
            'train_loop', 'finish', 'pretrain_table', 'write_report', 'data_verb', 'pretrain_verb', 'dry_run',
            'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks', 'check_start', 'cram_verb', 'runs_verb',
-           'plot_verb', 'probe_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
+           'plot_verb', 'probe_verb', 'convert_verb', 'publish_verb', 'usage', 'verb_help', 'read_command',
+           'latest_run', 'go_on', 'main']
 
-# %% ../nbs/23_cram.ipynb #357c42aa
+# %% ../nbs/23_cram.ipynb #c0a62bb2
 import dataclasses, hashlib, json, os, shlex, shutil, signal, sys, tempfile, threading, time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from .attention import check_attention
 from .checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from .finetune import evaluate_checkpoint, mean_score, quiet, score_table, summarise
+from .hub import convert, publish
 from .glue import LOCAL, load_task, local_suite, task_names
 from .masking import Masked, mask_tokens, microbatch_generator
 from .mlm import build_model, count_parameters, flops_per_token
@@ -439,9 +441,23 @@ def probe_verb(words:list[str], say:Callable=print):
     say(f'{checkpoint}: {text}')
     for guesses in fill_blank(model, tokenizer, text): say('  ' + ', '.join(f'{token} {p:.1%}' for token, p in guesses))
 
-# %% ../nbs/23_cram.ipynb #d8ec89c7
+# %% ../nbs/23_cram.ipynb #69737b5a
+def convert_verb(words:list[str], say:Callable=print):
+    "Turn a checkpoint of the original into a Hugging Face folder: convert SOURCE TARGET; the source is a folder or a name on the hub."
+    if len(words) != 2: raise CramError("usage: cramnb convert SOURCE TARGET, for example: cramnb convert JonasGeiping/crammed-bert crammed-bert.")
+    say(f"Written: {convert(*words, say=say)}. Load it with `import cramnb` and transformers' Auto classes.")
+
+def publish_verb(words:list[str], say:Callable=print):
+    "Write a finished run as a folder for the hub, with a model card: publish [name=RUN] [format=bert] [push=NAME/REPO]."
+    own = dict(w.split('=', 1) for w in words if w.startswith(('format=', 'push=')))
+    _, recipe = read_command(['eval', *(w for w in words if not w.startswith(('format=', 'push=')))])
+    folder = _checkpoint(recipe, run_folder(recipe)).parent
+    read = lambda name: (folder/name).read_text(encoding='utf-8') if (folder/name).exists() else ''
+    say(f"Written: {publish(folder, own.get('format', 'cramnb'), own.get('push', ''), read('report.md').partition('## Data')[2].strip(), read('glue.md'), say)}")
+
+# %% ../nbs/23_cram.ipynb #e9c5bde4
 VERBS = dict(cram=cram_verb, pretrain=pretrain_verb, eval=eval_verb, data=data_verb)
-LOOKERS = dict(runs=runs_verb, plot=plot_verb, probe=probe_verb)     # verbs that only look, and read their own words
+LOOKERS = dict(runs=runs_verb, plot=plot_verb, probe=probe_verb, convert=convert_verb, publish=publish_verb)     # verbs that read their own words
 
 def usage()->str:
     "What `cramnb --help` prints first."

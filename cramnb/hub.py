@@ -41,7 +41,7 @@ def plain(
         if isinstance(config.get(wrapper), (dict, DictConfig)): return plain(config[wrapper])
     return {k: plain(v) if isinstance(v, (dict, DictConfig)) else v for k, v in config.items()}
 
-# %% ../nbs/17_hub.ipynb #0507673b
+# %% ../nbs/17_hub.ipynb #aa05f17c
 KNOWN = dict(     # every key of the original's architectures: what it must be for our parts to mean the same, None where any value will do
     arch=dict(architectures=None, num_transformer_layers=None, hidden_size=None, intermed_size=None, hidden_dropout_prob=None, norm=('LayerNorm', 'ApexLayerNorm', 'RMSNorm'),
               norm_eps=None, norm_scheme=('pre', 'post', 'sandwich'), nonlin=('GELU', 'GELUglu', 'SiLUglu'), tie_weights=None, decoder_bias=None, sparse_prediction=None,
@@ -63,7 +63,7 @@ def check_config(
     generic = {*PreTrainedConfig().to_dict(), 'auto_map', 'model_type', 'torch_dtype', 'num_labels', 'vocab_size'}
     names = {f'{g}.{k}' if g != 'arch' else k: (g, k, v) for g, part in groups.items() for k, v in part.items()}
     unknown = [n for n, (g, k, _) in names.items() if k not in KNOWN[g] and not (g == 'arch' and k in generic)]
-    if unknown: raise CramError(f"The configuration has keys that no architecture of the original has: {', '.join(unknown)}.{nearest(unknown[0], names)}")
+    if unknown: raise CramError(f"The configuration has keys that no architecture of the original has: {', '.join(unknown)}.{nearest(unknown[0].rpartition('.')[2], [k for g in KNOWN.values() for k in g])}")
     needed = ('num_transformer_layers', 'hidden_size', 'intermed_size', 'nonlin'), ('type', 'num_attention_heads')
     missing = [k for k in needed[0] if arch.get(k) is None] + [f'attention.{k}' for k in needed[1] if groups['attention'].get(k) is None]
     if missing: raise CramError(f"The configuration misses {', '.join(missing)}.")
@@ -289,7 +289,7 @@ def _read_config(folder):
     if not found: raise CramError(f"{folder} holds none of config.json, model_config.json, arch_budget_hours_….json.")
     return next((c for c in found if 'attention' in plain(c) or 'num_hidden_layers' in plain(c)), found[0])
 
-# %% ../nbs/17_hub.ipynb #7ff6eb78
+# %% ../nbs/17_hub.ipynb #c4cec662
 def why_not_bert(
     config,                 # of a model
 )->list[str]:               # what `BertForMaskedLM` cannot say; empty where it can say everything
@@ -303,7 +303,7 @@ def to_bert(
     model:CrammedBertForMaskedLM,  # whose configuration `why_not_bert` has nothing against
 )->BertForMaskedLM:         # the same function, without cramnb
     "Write the weights of a BERT-shaped model into transformers' own class, and see that both answer alike. Raises CramError."
-    c, theirs = model.config, {}
+    c = model.config
     if reasons := why_not_bert(c): raise CramError(f"format=bert: {', '.join(reasons)}.")
     names = {n: getattr(c, n) for n in ('vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size', 'max_position_embeddings', 'pad_token_id',
                                         'hidden_dropout_prob', 'attention_probs_dropout_prob', 'initializer_range')}
