@@ -173,6 +173,16 @@ def test_sparse_prediction_compiles_as_one_graph(arch, chunk):
     torch._dynamo.reset()
 
 
+def test_compiled_gradients_are_the_same_with_chunks_and_documents():
+    b, documents = batch(), (torch.arange(32) > 10).long().expand(4, -1)
+    for chunk, given in ((8, None), (0, documents)):
+        model = build_model(replace(preset("arch", "tiny-crammed"), num_hidden_layers=2), 300, loss_chunk_size=chunk).eval()
+        def loss(b): return model(b.input_ids, labels=b.labels, masked_positions=b.positions, document_ids=given).loss      # noqa: B023
+        grads = [torch.autograd.grad(f(b), list(model.parameters())) for f in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False))]
+        for want, got in zip(*grads): torch.testing.assert_close(got, want)
+        torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("chunk", [0, 8])
 def test_no_value_is_read_back_from_the_device(chunk):
     "On the meta device there are no values: whatever asks for one fails."
