@@ -18,7 +18,8 @@
 - `cramnb.show`: One look for all chapters, and the short text they share
 - `cramnb.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
 - `cramnb.train`: A loop that knows how much of its day is gone, and ends on time with nothing broken
-- `cramnb.watch`: Loss, speed, share of the card and energy, while the clock runs and afterwards"""
+- `cramnb.watch`: Loss, speed, share of the card and energy, while the clock runs and afterwards
+- `cramnb.zoo`: The relatives of crammed-BERT side by side, each as a few changed lines of one recipe"""
 
 import os
 from importlib.metadata import version

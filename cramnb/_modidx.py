@@ -449,4 +449,9 @@ d = { 'settings': { 'branch': 'main',
                               'cramnb.watch.seconds_left': ('watch.html#seconds_left', 'cramnb/watch.py'),
                               'cramnb.watch.show_seconds': ('watch.html#show_seconds', 'cramnb/watch.py'),
                               'cramnb.watch.smooth': ('watch.html#smooth', 'cramnb/watch.py'),
-                              'cramnb.watch.totals': ('watch.html#totals', 'cramnb/watch.py')}}}
+                              'cramnb.watch.totals': ('watch.html#totals', 'cramnb/watch.py')},
+            'cramnb.zoo': { 'cramnb.zoo.compare': ('zoo.html#compare', 'cramnb/zoo.py'),
+                            'cramnb.zoo.ignored': ('zoo.html#ignored', 'cramnb/zoo.py'),
+                            'cramnb.zoo.size': ('zoo.html#size', 'cramnb/zoo.py'),
+                            'cramnb.zoo.steps': ('zoo.html#steps', 'cramnb/zoo.py'),
+                            'cramnb.zoo.strict_config': ('zoo.html#strict_config', 'cramnb/zoo.py')}}}
