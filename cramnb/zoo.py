@@ -75,13 +75,13 @@ def ignored(
     if arch.model_type != 'bert': return []
     return [k for k in diff(preset('arch', 'hf-bert-base'), arch) if k not in READ_BY_BERT]
 
-# %% ../nbs/08_zoo.ipynb #469046bc
+# %% ../nbs/08_zoo.ipynb #277fa164
 def strict_config(
     cls:type,               # a configuration class of transformers, or ours
     **values,               # its settings
 )->PreTrainedConfig:
     "A configuration that does not swallow unknown names. Raises CramError that lists them."
-    known = {**PreTrainedConfig().to_dict(), **cls().to_dict(), **getattr(cls, 'attribute_map', {})}
-    strange = [k for k in values if k not in known]
-    if strange: raise CramError(f"{cls.__name__} has no {', '.join(strange)}.{nearest(strange[0], known)}")
+    fresh = cls()
+    strange = [k for k in values if not hasattr(fresh, k)]
+    if strange: raise CramError(f"{cls.__name__} has no {', '.join(strange)}.{nearest(strange[0], fresh.to_dict())}")
     return cls(**values)
