@@ -391,7 +391,7 @@ def split_words(
     if data.lowercase: text = text.lower()
     return WORD.findall(text if text.isascii() else text.encode('ascii', 'ignore').decode())
 
-# %% ../nbs/03_packing.ipynb #25239d72
+# %% ../nbs/03_packing.ipynb #49510fa0
 def _words(data, folder, n):
     "Task: a shard as numbers of words, with the list of its words; without `by_words` only the lengths of its documents."
     texts = _source(folder)[n]
@@ -399,7 +399,7 @@ def _words(data, folder, n):
     number.default_factory = number.__len__                     # a new word gets the next number
     if by_words(data):
         ids = [np.fromiter(map(number.__getitem__, split_words(t, data)), np.int32) for t in texts]
-        out |= dict(ids=np.concatenate([np.zeros(0, np.int32), *ids]), ends=np.cumsum([len(i) for i in ids]), words=np.frombuffer('\n'.join(number).encode(), np.uint8))
+        out |= dict(ids=np.concatenate([np.zeros(0, np.int32), *ids]), ends=np.cumsum([len(i) for i in ids], dtype=np.int64), words=np.frombuffer('\n'.join(number).encode(), np.uint8))
     write_whole(folder/'words'/f'{n:05d}.npz', lambda f: np.savez(f, **out))
 
 def _load(path):
@@ -456,7 +456,7 @@ class _Again:
     def __init__(self, start): self.start = start
     def __iter__(self): return iter(self.start())
 
-# %% ../nbs/03_packing.ipynb #4487b15c
+# %% ../nbs/03_packing.ipynb #1c4f9807
 class Encoder:
     "Tokens of a shard: each different word is cut once, or the tokenizer reads everything where words cannot be told apart."
     def __init__(self, tokenizer:PreTrainedTokenizerFast, data:Data, folder:Path):
@@ -482,7 +482,7 @@ class Encoder:
         if not by_words(self.data):
             texts = _source(self.folder)[n]
             ids = [i[self.data.include_cls:] for i in encode(self.tokenizer, texts)]
-            return np.concatenate([np.zeros(0, np.uint32), *(np.array(i, np.uint32) for i in ids)]), np.cumsum([len(i) for i in ids])
+            return np.concatenate([np.zeros(0, np.uint32), *(np.array(i, np.uint32) for i in ids)]), np.cumsum([len(i) for i in ids], dtype=np.int64)
         s = _load(self.folder/'words'/f'{n:05d}.npz')
         number, lengths, starts, pieces = self._table(s['words'].tobytes().decode().split('\n'))
         word = np.insert(number[s['ids']], s['ends'], 0)                              # [SEP] after each document
@@ -533,7 +533,7 @@ def helper(folder:str):
         try: TASKS[task](data, Path(folder), int(n)); print('done', flush=True)
         except Exception as e: print(json.dumps(['CramError' if isinstance(e, CramError) else type(e).__name__, str(e), getattr(e, 'errno', None)]), flush=True)
 
-# %% ../nbs/03_packing.ipynb #3b327093
+# %% ../nbs/03_packing.ipynb #a03b6742
 class Helpers:
     "Processes that share the shards of a build; none where one core or few shards make them not worth starting."
     def __init__(self, data:Data, folder:Path, shards:int, least:int=4):
@@ -544,14 +544,14 @@ class Helpers:
     def _start(self):
         env = {**os.environ, 'OMP_NUM_THREADS': '1', 'RAYON_NUM_THREADS': '1', 'TOKENIZERS_PARALLELISM': 'false'}
         code = 'import sys; from cramnb.packing import helper; helper(sys.argv[1])'
-        return subprocess.Popen([sys.executable, '-c', code, str(self.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, start_new_session=True)
+        return subprocess.Popen([sys.executable, '-c', code, str(self.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0, env=env, start_new_session=True)
 
     def _one(self, task, n):
         "A shard by the next free helper, or by this process."
         p = self.processes.get()
         try:
-            print(task, n, file=p.stdin, flush=True)
-            reply = p.stdout.readline().strip()
+            p.stdin.write(f'{task} {n}\n'.encode())
+            reply = p.stdout.readline().decode().strip()
         except BrokenPipeError: reply = ''
         finally: self.processes.put(p)
         if reply == 'done': return
@@ -572,7 +572,8 @@ class Helpers:
             if not self.processes.empty(): pool.shutdown(wait=True, cancel_futures=True)
 
     def close(self):
-        while not self.processes.empty(): self.processes.get().stdin.close()
+        while not self.processes.empty():
+            with self.processes.get() as p: p.kill()
 
 # %% ../nbs/03_packing.ipynb #8e723134
 def _second_look(data, folder, total, progress):
