@@ -11,10 +11,10 @@ __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_f
            'masked_rows', 'heldout_batches', 'make_trainer', 'auto_microbatch', 'Interruptible', 'pretrain', 'open_log',
            'measure', 'train_loop', 'finish', 'pretrain_table', 'write_report', 'wants_local', 'data_verb',
            'pretrain_verb', 'dry_run', 'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks',
-           'check_start', 'cram_verb', 'runs_verb', 'plot_verb', 'probe_verb', 'bench_verb', 'usage', 'verb_help',
-           'read_command', 'latest_run', 'go_on', 'main']
+           'check_start', 'cram_verb', 'runs_verb', 'plot_verb', 'probe_verb', 'bench_verb', 'convert_verb',
+           'publish_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
 
-# %% ../nbs/23_cram.ipynb #1023a16e
+# %% ../nbs/23_cram.ipynb #bfabcbc3
 import dataclasses, hashlib, json, os, random, shlex, shutil, signal, sys, tempfile, threading, time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -31,6 +31,7 @@ from .checkpoint import Keeper, best_checkpoint, checkpoints
 from .distributed import Follower, LostRank, World, join_world, launcher, places, resume, spread
 from .finetune import evaluate_checkpoint, load_tokenizer, mean_score, plot_scores, quiet, score_table, summarise, within_rules
 from .glue import LOCAL, load_tasks, local_suite, task_folder, task_names
+from .hub import convert, publish
 from .masking import Masked, mask_rate_at, mask_tokens, microbatch_generator
 from .mlm import build_model, count_parameters, flops_per_token
 from .packing import Corpus, data_card, prepare_corpus, store_folder, write_json
@@ -525,9 +526,23 @@ def bench_verb(words:list[str], say:Callable=print):
     "Measure our way beside the usual one, in turns, and write bench.json (chapter 20)."
     bench(words, say=say)
 
-# %% ../nbs/23_cram.ipynb #30e53132
+# %% ../nbs/23_cram.ipynb #69737b5a
+def convert_verb(words:list[str], say:Callable=print):
+    "Turn a checkpoint of the original into a Hugging Face folder: convert SOURCE TARGET; the source is a folder or a name on the hub."
+    if len(words) != 2: raise CramError("usage: cramnb convert SOURCE TARGET, for example: cramnb convert JonasGeiping/crammed-bert crammed-bert.")
+    say(f"Written: {convert(*words, say=say)}. Load it with `import cramnb` and transformers' Auto classes.")
+
+def publish_verb(words:list[str], say:Callable=print):
+    "Write a finished run as a folder for the hub, with a model card: publish [name=RUN] [format=bert] [push=NAME/REPO]."
+    own = dict(w.split('=', 1) for w in words if w.startswith(('format=', 'push=')))
+    _, recipe = read_command(['eval', *(w for w in words if not w.startswith(('format=', 'push=')))])
+    folder = _checkpoint(recipe, run_folder(recipe)).parent
+    read = lambda name: (folder/name).read_text(encoding='utf-8') if (folder/name).exists() else ''
+    say(f"Written: {publish(folder, own.get('format', 'cramnb'), own.get('push', ''), read('report.md').partition('## Data')[2].strip(), read('glue.md'), say)}")
+
+# %% ../nbs/23_cram.ipynb #b678d3cf
 VERBS = dict(cram=cram_verb, pretrain=pretrain_verb, eval=eval_verb, data=data_verb)
-LOOKERS = dict(runs=runs_verb, plot=plot_verb, probe=probe_verb, bench=bench_verb)     # verbs that only look, and read their own words
+LOOKERS = dict(runs=runs_verb, plot=plot_verb, probe=probe_verb, convert=convert_verb, publish=publish_verb, bench=bench_verb)     # verbs that read their own words
 
 def usage()->str:
     "What `cramnb --help` prints first."

@@ -335,7 +335,7 @@ def read_stage(
     write_json(folder/'read.json', count | dict(reading=report.as_dict()))
     return count | dict(reading=report.as_dict())
 
-# %% ../nbs/03_packing.ipynb #3137d43e
+# %% ../nbs/03_packing.ipynb #396dee34
 def _as_bytes(texts):
     "Texts in one array of bytes, with a zero between them."
     return np.frombuffer(b'\x00'.join(t.encode('utf-8', 'replace') for t in texts), np.uint8)
@@ -345,6 +345,10 @@ def _without(raw, repeated):
     begins = repeated & ~np.r_[False, repeated[:-1]]
     kept = np.where(begins, ord(' '), raw)[~repeated | begins].astype(np.uint8)
     return [re.sub(' {2,}', ' ', part.decode('utf-8', 'ignore')).strip() for part in kept.tobytes().split(b'\x00')]
+
+def _source(folder):
+    "The texts as they are after all looks for repeats."
+    return Shards(folder/('distinct' if (folder/'distinct').is_dir() else 'unique'))
 
 def _cut(data, folder, n):
     "Task: cut what stood before in this shard, and note what of the held-out text stands in it."
@@ -571,7 +575,7 @@ class Helpers:
         while not self.processes.empty():
             with self.processes.get() as p: p.kill()
 
-# %% ../nbs/03_packing.ipynb #bc06a9e0
+# %% ../nbs/03_packing.ipynb #8e723134
 def _second_look(data, folder, total, progress):
     "What one shard alone cannot know: paragraphs that stood in an earlier shard, and documents that read like an earlier one. A stopped build shows what it had kept to both memories again."
     paragraphs, megabytes = data.deduplicate and total > 1, min(256, 4*total)      # enough for ten million documents; then strangers begin to look familiar
@@ -590,10 +594,6 @@ def _second_look(data, folder, total, progress):
         if paragraphs: look.add(texts)
         if near: near.add(texts)
     if near: write_json(folder/'held-near.json', near.known(json.loads((folder/'held.json').read_text(encoding='utf-8'))).tolist())
-
-def _source(folder):
-    "The texts as they are after all looks for repeats."
-    return Shards(folder/('distinct' if (folder/'distinct').is_dir() else 'unique'))
 
 def _save_tokenizer(tokenizer, folder):
     "A folder that is whole or not there."
