@@ -9,6 +9,7 @@
 - `cramnb.encoder`: Positions, norms, gates and a stream that every layer adds to: the encoder of crammed-BERT
 - `cramnb.finetune`: One set of hyper-parameters, five epochs at most, several seeds, and the median
 - `cramnb.glue`: The GLUE tasks, their numbers, and a suite made from your own text
+- `cramnb.hub`: The published crammed-BERT checkpoints in, a model card and plain Hugging Face folders out
 - `cramnb.masking`: Hide a quarter of the text, and ask for it back
 - `cramnb.mlm`: A decoder that looks only where it is asked, and the model classes
 - `cramnb.optim`: AdamW by hand, Muon for matrices, and who gets weight decay
@@ -19,7 +20,8 @@
 - `cramnb.show`: One look for all chapters, and the short text they share
 - `cramnb.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
 - `cramnb.train`: A loop that knows how much of its day is gone, and ends on time with nothing broken
-- `cramnb.watch`: Loss, speed, share of the card and energy, while the clock runs and afterwards"""
+- `cramnb.watch`: Loss, speed, share of the card and energy, while the clock runs and afterwards
+- `cramnb.zoo`: The relatives of crammed-BERT side by side, each as a few changed lines of one recipe"""
 
 import os
 from importlib.metadata import version
