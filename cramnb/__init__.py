@@ -1,6 +1,7 @@
 """Modules:
 
 - `cramnb.attention`: Attention by hand on four tokens, then by the fastest kernel at hand
+- `cramnb.bench`: The same work done our way and the usual way, in turns, in one run
 - `cramnb.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
 - `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
 - `cramnb.cram`: Raw text to score table, in three minutes or in twenty-four hours, by one command
