@@ -73,7 +73,7 @@ def test_both_pipelines_make_the_same_rows(texts, tmp_path):
     assert case.same(ours, theirs) and ours % 64 == theirs % 64 == 0
     vocab = lambda path: set(json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"])
     a, b = vocab(next((tmp_path/"with_cramnb").glob("*/tokenizer/tokenizer.json"))), vocab(tmp_path/"with_datasets/tokenizer/tokenizer.json")
-    assert len(a & b) > .98*len(a)
+    assert len(a & b) > .9*len(a)
 
 
 def test_the_command_writes_its_figures(tmp_path):
