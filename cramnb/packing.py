@@ -9,13 +9,13 @@ Docs: https://cramnb.github.io/cramnb/packing.html.md"""
 # %% auto #0
 __all__ = ['BLOCK', 'WINDOW', 'ORDERS', 'FORMAT', 'WORD', 'TASKS', 'KEPT', 'pack', 'narrow', 'write_rows', 'Rows', 'row_order',
            'Corpus', 'sentence_counts', 'token_lengths', 'order_keys', 'keyed', 'in_order', 'store_key', 'store_folder',
-           'original_key', 'original_config', 'original_source', 'write_whole', 'write_json', 'Shards', 'read_stage',
-           'by_words', 'split_words', 'learn_words', 'sampled', 'Encoder', 'helper', 'Helpers', 'clean_stage',
-           'token_stage', 'order_rows', 'fetch_tokenizer', 'ready_stage', 'examples', 'data_card', 'load_corpus',
-           'prepare_corpus', 'DiskFull']
+           'original_key', 'original_config', 'original_source', 'write_whole', 'write_array', 'write_json', 'Shards',
+           'read_stage', 'by_words', 'split_words', 'learn_words', 'sampled', 'Encoder', 'helper', 'Helpers',
+           'clean_stage', 'token_stage', 'order_rows', 'fetch_tokenizer', 'ready_stage', 'examples', 'data_card',
+           'load_corpus', 'prepare_corpus', 'DiskFull']
 
-# %% ../nbs/03_packing.ipynb #ced12bd7
-import errno, hashlib, json, os, queue, re, shutil, subprocess, sys, unicodedata, zlib
+# %% ../nbs/03_packing.ipynb #a3e05053
+import errno, hashlib, io, json, os, queue, re, shutil, subprocess, sys, unicodedata, zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -275,17 +275,27 @@ def original_source(**changes)->dict:
     "One source of such a configuration."
     return dict(provider='huggingface', split='train', streaming=True, remove_columns=None, concatenate_successive_entries=0) | changes
 
-# %% ../nbs/03_packing.ipynb #8d056cbd
+# %% ../nbs/03_packing.ipynb #61daa81f
 def write_whole(
     path:Path,          # made whole or not at all
     write:Callable,     # write(file) puts the bytes into an open file
 ):
-    "Write beside, flush, rename."
+    "Write beside, flush, rename; what fails half-way is taken off the disk."
     temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
-    with temporary.open('wb') as f:
-        write(f)
-        f.flush(); os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open('wb') as f:
+            write(f)
+            f.flush(); os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally: temporary.unlink(missing_ok=True)
+
+def write_array(
+    path:Path,          # an .npy file, made whole or not at all
+    array:np.ndarray,   # any
+):
+    "An array as NumPy saves it. NumPy itself does not say why it could not write; a plain file does."
+    np.save(buffer := io.BytesIO(), array)
+    write_whole(path, lambda f: f.write(buffer.getbuffer()))
 
 def write_json(
     path:Path,          # made whole or not at all
@@ -335,7 +345,7 @@ def read_stage(
     write_json(folder/'read.json', count | dict(reading=report.as_dict()))
     return count | dict(reading=report.as_dict())
 
-# %% ../nbs/03_packing.ipynb #396dee34
+# %% ../nbs/03_packing.ipynb #c1fd2d0e
 def _as_bytes(texts):
     "Texts in one array of bytes, with a zero between them."
     return np.frombuffer(b'\x00'.join(t.encode('utf-8', 'replace') for t in texts), np.uint8)
@@ -358,7 +368,7 @@ def _cut(data, folder, n):
         repeated = repeated_bytes(raw, data.deduplication_threshold) & (raw != 0)
         begins = np.flatnonzero(repeated & ~np.r_[False, repeated[:-1]])[:3]
         if n == 0: write_json(folder/'dropped-repeats.json', [raw[i:i+200].tobytes().split(b'\x00')[0].decode('utf-8', 'ignore') for i in begins])
-        write_whole(folder/'seen'/f'{n:05d}.npy', lambda f: np.save(f, np.packbits(repeated[cut:])))
+        write_array(folder/'seen'/f'{n:05d}.npy', np.packbits(repeated[cut:]))
         texts = _without(raw[:cut-1], repeated[:cut-1])
     Shards(folder/'unique').write(n, [t for t in texts if t])
 
@@ -491,7 +501,7 @@ class Encoder:
         place = np.repeat(starts[word] - (ends-length), length) + np.arange(length.sum())
         return pieces[place], ends[s['ends'] + np.arange(len(s['ends']))]
 
-# %% ../nbs/03_packing.ipynb #de2326e1
+# %% ../nbs/03_packing.ipynb #7813561c
 def _encoder(data, folder, name):
     "The encoder with the tokenizer of that name, made once a process."
     if (folder, name) not in _ENCODERS: _ENCODERS.clear(); _ENCODERS[folder, name] = Encoder(AutoTokenizer.from_pretrained(folder/name), data, folder)
@@ -509,14 +519,14 @@ def _judge(data, folder, n):
         if n == 0:
             texts = _source(folder)[0]
             write_json(folder/'dropped-quality filter.json', [texts[i][:200] for i in np.flatnonzero(~keep)[:3]])
-    write_whole(folder/'keep'/f'{n:05d}.npy', lambda f: np.save(f, keep))
+    write_array(folder/'keep'/f'{n:05d}.npy', keep)
 
 def _encode(data, folder, n):
     "Task: the tokens of the documents that stay."
     tokens, ends = _encoder(data, folder, 'tokenizer').shard(n)
     keep = np.load(folder/'keep'/f'{n:05d}.npy')
     if not keep.all(): tokens = tokens[np.repeat(keep, np.diff(ends, prepend=0))]
-    write_whole(folder/'tokens'/f'{n:05d}.npy', lambda f: np.save(f, tokens.astype(narrow(data.vocab_size))))
+    write_array(folder/'tokens'/f'{n:05d}.npy', tokens.astype(narrow(data.vocab_size)))
 
 # %% ../nbs/03_packing.ipynb #b3831119
 TASKS = dict(unique=_cut, words=_words, keep=_judge, tokens=_encode)        # named after the folders that they fill
@@ -575,7 +585,7 @@ class Helpers:
         while not self.processes.empty():
             with self.processes.get() as p: p.kill()
 
-# %% ../nbs/03_packing.ipynb #8e723134
+# %% ../nbs/03_packing.ipynb #e2461fe9
 def _second_look(data, folder, total, progress):
     "What one shard alone cannot know: paragraphs that stood in an earlier shard, and documents that read like an earlier one. A stopped build shows what it had kept to both memories again."
     paragraphs, megabytes = data.deduplicate and total > 1, min(256, 4*total)      # enough for ten million documents; then strangers begin to look familiar
@@ -598,7 +608,10 @@ def _second_look(data, folder, total, progress):
 def _save_tokenizer(tokenizer, folder):
     "A folder that is whole or not there."
     shutil.rmtree(beside := folder.with_name(folder.name+'.tmp'), ignore_errors=True)
-    tokenizer.save_pretrained(beside)
+    try: tokenizer.save_pretrained(beside)
+    except Exception as e:
+        if 'os error 28' in str(e): raise OSError(errno.ENOSPC, 'No space left on device', str(beside)) from None     # the library gives no number
+        raise
     os.replace(beside, folder)
 
 # %% ../nbs/03_packing.ipynb #e399bfd3

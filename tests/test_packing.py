@@ -183,6 +183,16 @@ def test_a_full_disk_is_one_message_and_keeps_what_is_finished(where, corpus, te
     assert np.array_equal(prepare_corpus(small(texts), tmp_path, look)[0].rows[:], corpus.rows[:]) and not seen, "finished parts are used, not written again"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_disk_that_is_really_full_gives_its_number(tmp_path, monkeypatch):
+    with pytest.raises(OSError) as e: packing.write_whole(tmp_path/"x", lambda _: open("/dev/full", "wb", buffering=0).write(b"x"))
+    assert e.value.errno == errno.ENOSPC and not list(tmp_path.iterdir()), "no half file stays"
+    monkeypatch.setattr(packing, "write_whole", lambda path, write: write(open("/dev/full", "wb", buffering=0)))
+    for save in (lambda: packing.write_array(tmp_path/"a.npy", np.zeros(9)), lambda: packing.write_json(tmp_path/"a.json", [1])):
+        with pytest.raises(OSError) as e: save()
+        assert e.value.errno == errno.ENOSPC
+
+
 def _hold(folder, data):
     from filelock import FileLock
     import time
