@@ -135,7 +135,7 @@ def masking(
     share = lambda labels: (labels != -100).float().mean().item()
     return Case(ours, theirs, 'DataCollatorForLanguageModeling of transformers', amount=ids.numel(), same=lambda a, b: abs(share(a) - share(b)) < .01)
 
-# %% ../nbs/20_bench.ipynb #55eebee2
+# %% ../nbs/20_bench.ipynb #77cb36e9
 def loader(
     recipe:Recipe,          # reads seed
     folder:Path,            # where the rows are written
@@ -147,6 +147,7 @@ def loader(
     stored = Rows(folder/'rows.arrow')
     corpus = Corpus(folder, stored, stored, None, dict(data=dict(ordering='randomized')))
     theirs_rows = datasets.Dataset.from_dict(dict(input_ids=ids[:n//16].astype(np.int32)))
+    datasets.disable_progress_bars()       # the table is enough
     theirs_rows.save_to_disk(str(folder/'theirs'))
     table = datasets.load_from_disk(str(folder/'theirs')).with_format('torch')
     stack = lambda rows: torch.stack([r['input_ids'] for r in rows])
