@@ -8,9 +8,9 @@ Docs: https://cramnb.github.io/cramnb/bench.html.md"""
 
 # %% auto #0
 __all__ = ['CASES', 'Timing', 'Ratio', 'side_by_side', 'Case', 'measure', 'masking', 'loader', 'with_datasets', 'with_cramnb',
-           'arm_process', 'data', 'machine', 'read_bench', 'bench']
+           'arm_process', 'data', 'finetune', 'machine', 'read_bench', 'bench']
 
-# %% ../nbs/20_bench.ipynb #303f4e91
+# %% ../nbs/20_bench.ipynb #e5443559
 import json, os, platform, statistics, subprocess, sys, tempfile, time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -23,13 +23,16 @@ import datasets
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, DataCollatorForLanguageModeling, PreTrainedTokenizerFast, PrinterCallback, Trainer, TrainingArguments
 
 from .corpus import documents, normalizer
+from .finetune import quiet, run_trial
+from .glue import load_tasks, local_suite, score
 from .masking import mask_tokens
+from .mlm import build_model
 from .packing import Corpus, Rows, prepare_corpus, write_json, write_rows
-from .recipe import CramError, Data, Recipe, compose, nearest
-from .tokenizer import SPECIAL_TOKENS, wrap
+from .recipe import Arch, CramError, Data, Recipe, compose, nearest
+from .tokenizer import SPECIAL_TOKENS, train_tokenizer, wrap
 
 # %% ../nbs/20_bench.ipynb #33340354
 @dataclass
@@ -221,8 +224,49 @@ def data(
     write_json(text.with_suffix('.json'), asdict(d))
     return Case(lambda: _arm('ours', text, folder), lambda: _arm('theirs', text, folder), 'the same steps with datasets.map', same=lambda a, b: abs(a/b - 1) < .05, warm=0)
 
-# %% ../nbs/20_bench.ipynb #cda88cea
-CASES = dict(masking=masking, loader=loader, data=data)   # a new case: a function (recipe, folder) -> Case, and its name here
+# %% ../nbs/20_bench.ipynb #48ccbcfe
+def finetune(
+    recipe:Recipe,          # reads eval: glue_dir and the first of its tasks; without a folder, acceptability made of the built-in text
+    folder:Path,            # for the checkpoint
+    rows:int=640,           # training rows, and half as many to evaluate
+)->Case:
+    "Fine-tune on a task for one epoch, tokenising included."
+    ev = replace(recipe.eval, epochs=1, tasks=recipe.eval.tasks.split(',')[0], classifier_pooling='mean')
+    suite = None if ev.glue_dir or ev.files else local_suite([t for t, _ in documents(replace(recipe.data, max_megabytes=2.0))])
+    task, splits, _ = load_tasks(ev, suite)[0]
+    train, dev = splits['train'][:rows], splits['dev'][:rows//2]
+    tokenizer = train_tokenizer([' '.join(r[f] for f in task.fields) for r in splits['train'][:20_000]], recipe.data, vocab_size=8192)
+    torch.manual_seed(0)
+    arch = Arch(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, intermediate_size=1024, classifier_hidden_size=256)
+    for part in (build_model(arch, 8192), tokenizer): part.save_pretrained(folder/'exam')
+    kinds = dict(num_labels=task.num_labels)
+    def ours(): return run_trial(folder/'exam', task, dict(train=train, dev=dev), ev, 0)[0].metrics[task.target]
+    def theirs():
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(folder/'exam', classifier_pooling='mean', **kinds)
+        feed = lambda rows: [_padded(tokenizer, r, task, ev) for r in rows]
+        options = TrainingArguments(str(folder/'trainer'), per_device_train_batch_size=ev.batch_size, per_device_eval_batch_size=128, num_train_epochs=1, learning_rate=ev.lr, lr_scheduler_type='cosine',
+                                    seed=0, use_cpu=recipe.impl.device == 'cpu' or not torch.cuda.is_available(), report_to='none', save_strategy='no', logging_strategy='no', disable_tqdm=True)
+        trainer = Trainer(model, options, train_dataset=feed(train))
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        out = trainer.predict(feed(dev)).predictions
+        return score(task.target, out[:, 0] if task.num_labels == 1 else out.argmax(1), np.array([r['label'] for r in dev]))
+    with quiet(): return Case(_silent(ours), _silent(theirs), "transformers' Trainer, every text padded to 128", amount=rows, unit='examples', same=lambda a, b: abs(a - b) < .2)
+
+def _padded(tokenizer, row, task, ev):
+    "One row as run_glue.py feeds it."
+    texts = [row[f] for f in task.fields] + ['']*(len(task.fields) == 1 and ev.pair_template)
+    return dict(tokenizer(*texts, truncation=True, padding='max_length', max_length=ev.max_seq_length, return_token_type_ids=False), label=row['label'])
+
+def _silent(work):
+    "Without the loading reports of transformers."
+    def run():
+        with quiet(): return work()
+    return run
+
+# %% ../nbs/20_bench.ipynb #4505c25c
+CASES = dict(masking=masking, loader=loader, data=data, finetune=finetune)   # a new case: a function (recipe, folder) -> Case, and its name here
 
 def machine()->dict:
     "What a figure needs beside it: device, versions, commit, date."

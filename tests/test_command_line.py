@@ -22,6 +22,8 @@ def mistake(capsys, *words: str) -> str:
     (["train.batchsize=3"], ["train.batchsize", "train.batch_size"]),
     (["lr=1e-3"], ["lr", "not an option"]),
     (["arch=crammedbert"], ["arch=crammedbert", "'crammed-bert'"]),
+    (["arch=hf-bert-tiny", "arch.norm_placement=post"], ["arch.norm_placement=post", "model_type=bert"]),
+    (["data=oscar"], ["data=oscar", "fineweb-edu"]),
     (["data=docstring"], ["data=docstring", "'docstrings'"]),
     (["train=bert-04"], ["train=bert-04", "'bert-o4'"]),
     (["eval=GLUE-sane"], ["eval=GLUE-sane", "'GLUE_sane'"]),
