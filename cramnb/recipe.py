@@ -407,7 +407,10 @@ def _check_numbers(values):
         allowed = _field(k).metadata.get('allowed')
         if allowed and v not in allowed: raise CramError(f"{k}={v} is not supported: choose from {', '.join(allowed)}.{nearest(str(v), allowed)}")
 
-# %% ../nbs/00_recipe.ipynb #9bca5f4d
+# %% ../nbs/00_recipe.ipynb #f324b9ca
+_BERT_READS = ('model_type', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size', 'hidden_act', 'max_position_embeddings', 'position_embedding_type', 'type_vocab_size',
+               'initializer_range', 'norm_eps', 'hidden_dropout_prob', 'attention_probs_dropout_prob')     # what transformers' own BERT can be told
+
 def check(
     recipe:Recipe,  # any recipe
 )->Recipe:          # the same
@@ -426,6 +429,10 @@ def check(
         raise CramError(f"arch.intermediate_size={a.intermediate_size} must be even: {a.hidden_act} splits it in two halves.")
     if a.position_embedding_type not in ('rotary', 'none') and d.seq_length > a.max_position_embeddings:
         raise CramError(f"data.seq_length={d.seq_length} is longer than arch.max_position_embeddings={a.max_position_embeddings}.")
+    if a.model_type == 'bert':
+        for f in fields(Arch):
+            if f.name not in _BERT_READS and getattr(a, f.name) != f.default: raise CramError(f"arch.{f.name}={getattr(a, f.name)} is not read with arch.model_type=bert: transformers' BERT has its own way. Leave it out, or choose another arch.")
+        if a.hidden_act != 'gelu': raise CramError(f"arch.hidden_act={a.hidden_act} is not possible with arch.model_type=bert: choose gelu.")
     if i.loss_chunk_size and a.model_type == 'bert':
         raise CramError(f"impl.loss_chunk_size={i.loss_chunk_size} needs arch.model_type=crammed_bert: transformers' BERT holds all logits.")
     if i.microbatch_size != 'auto':
