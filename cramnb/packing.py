@@ -14,7 +14,7 @@ __all__ = ['BLOCK', 'WINDOW', 'ORDERS', 'FORMAT', 'WORD', 'TASKS', 'KEPT', 'pack
            'clean_stage', 'token_stage', 'order_rows', 'fetch_tokenizer', 'ready_stage', 'examples', 'data_card',
            'load_corpus', 'prepare_corpus', 'DiskFull']
 
-# %% ../nbs/03_packing.ipynb #a3e05053
+# %% ../nbs/03_packing.ipynb #f160ed82
 import errno, hashlib, io, json, os, queue, re, shutil, subprocess, sys, unicodedata, zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 from filelock import FileLock, Timeout
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -702,20 +703,24 @@ def order_rows(
             if limit == 0: return
     return write_rows(first(min(data.max_rows or len(rows), len(rows))), folder/'rows.arrow', data.vocab_size)
 
-# %% ../nbs/03_packing.ipynb #b01b01b5
+# %% ../nbs/03_packing.ipynb #19e35e2b
+def _hub_file(hub_path, name):
+    "A file of a data set on the hub or of a folder in its layout, from its folder `tokenizer` or from the top."
+    local = Path(hub_path).expanduser()
+    if local.is_dir(): return next((p for p in (local/'tokenizer'/name, local/name) if p.exists()), local/'tokenizer'/name)
+    try: return hf_hub_download(hub_path, f'tokenizer/{name}', repo_type='dataset')
+    except EntryNotFoundError: return hf_hub_download(hub_path, name, repo_type='dataset')
+
 def fetch_tokenizer(
     hub_path:str,       # data set on the hub, or a local folder in its layout
     folder:Path,        # where to put tokenizer.json and its companions
 )->PreTrainedTokenizerFast:
-    "The tokenizer that lies beside ready-made rows. Raises CramError."
+    "The tokenizer that lies beside ready-made rows, in a folder `tokenizer` as the original keeps it, or at the top. Raises CramError."
     folder.mkdir(exist_ok=True)
     for name in ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json'):
-        source = Path(hub_path).expanduser()/name
-        if not Path(hub_path).expanduser().is_dir():
-            try: source = hf_hub_download(hub_path, name, repo_type='dataset')
-            except Exception as e: raise CramError(f"data.hub_path={hub_path}: {name} cannot be fetched: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
-        if not Path(source).exists(): raise CramError(f"data.hub_path={hub_path} holds no {name}: ready-made rows need their tokenizer.")
-        shutil.copy(source, folder/name)
+        try: shutil.copy(_hub_file(hub_path, name), folder/name)
+        except (HfHubHTTPError, EntryNotFoundError, FileNotFoundError, ConnectionError, ValueError) as e:
+            raise CramError(f"data.hub_path={hub_path}: {name} cannot be fetched: {(str(e).splitlines() or [type(e).__name__])[0]} Ready-made rows need their tokenizer.") from None
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     lost = [n for n in ('pad_token', 'mask_token', 'sep_token', 'cls_token') if getattr(tokenizer, n) is None]
     if lost: raise CramError(f"The tokenizer of {hub_path} has no {', '.join(lost)}.")

@@ -253,7 +253,7 @@ PRESETS = dict(arch={
                          max_position_embeddings=512, position_embedding_type='learned'),
 })
 
-# %% ../nbs/00_recipe.ipynb #00703ad8
+# %% ../nbs/00_recipe.ipynb #514e2d60
 PRESETS['data'] = {
     'docstrings': dict(source='docstrings', max_megabytes=16.0, heldout=0.15, deduplicate=True, trash_cutoff=0.4, vocab_size=4096),
     'files': dict(source='files', deduplicate=True, trash_cutoff=0.4, vocab_size=8192),
@@ -273,6 +273,8 @@ PRESETS['data'] = {
     'pile-readymade': dict(_ready, hub_path='JonasGeiping/the_pile_WordPiecex32768_2efdb9d060d1ae95faf952ec1a50f020'),
     'pile-readymade-small': dict(_ready, hub_path='JonasGeiping/the_pile_WordPiecex32768_97b8e776baafb99c3892e6572a9f51b3'),
     'pile-readymade-dedup': dict(_ready, hub_path='JonasGeiping/the_pile_WordPiecex32768_8eb2d0ea9da707676c81314c4ea04507'),
+    'pile-readymade-283m': dict(_ready, hub_path='JonasGeiping/the_pile_WordPiecex32768_53b28db05413b6497e702f178268e1e2'),
+    'pile-readymade-545m': dict(_ready, hub_path='JonasGeiping/the_pile_WordPiecex32768_e9f3c90fb38fb46185ad86ed3b69b9d5'),
     'bert-default': dict(source='mix', mix='bookcorpus:4.9,wikipedia:20', vocab_size=30522, seq_length=512),
     'sanity-check-1': dict(source='random', max_documents=2048),
     'sanity-check-2': dict(source='hub', hub_path='fancyzhx/ag_news', tokenizer='BPE', include_sep=False),

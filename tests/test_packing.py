@@ -234,8 +234,8 @@ def published(tmp_path):
     (folder/"data").mkdir(parents=True)
     vocab = {t: i for i, t in enumerate(["<pad>", "</s>", "<mask>", "<s>", "<unk>", "<sep>", "<cls>", *(f"w{i}" for i in range(93))])}
     core = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", mask_token="<mask>", sep_token="<sep>", cls_token="<cls>", unk_token="<unk>").save_pretrained(folder)
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", mask_token="<mask>", sep_token="<sep>", cls_token="<cls>", unk_token="<unk>").save_pretrained(folder/"tokenizer")
+    for name in ("tokenizer/special_tokens_map.json", "tokenizer/tokenizer_config.json"):
         if not (folder/name).exists(): (folder/name).write_text(json.dumps(dict(pad_token="<pad>", mask_token="<mask>", sep_token="<sep>", cls_token="<cls>", unk_token="<unk>")))
     rows = np.random.default_rng(0).integers(7, 100, size=(1000, 16)).astype(np.int32)
     for i, part in enumerate(np.split(rows, 4)): pq.write_table(pa.table({"input_ids": list(part)}), folder/f"data/train-{i:05d}-of-00004.parquet")
@@ -255,6 +255,23 @@ def test_ready_made_rows_come_with_their_tokenizer(published, tmp_path):
     few, _ = prepare_corpus(ready(folder, max_rows=100), tmp_path/"corpora")
     assert len(few.rows) + len(few.heldout) == 100
     assert "as their authors published them" in (c.folder/"README.md").read_text()
+
+
+def test_the_tokenizer_is_looked_for_where_the_hub_has_it(published, tmp_path, monkeypatch):
+    "The original keeps it in a folder of the data set; others put it at the top."
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    asked, nested = [], True
+    def download(repo, name, repo_type):
+        asked.append(name)
+        if name.startswith("tokenizer/") and not nested: raise EntryNotFoundError("404")
+        return published[0]/"tokenizer"/name.removeprefix("tokenizer/")
+    monkeypatch.setattr(packing, "hf_hub_download", download)
+    assert packing.fetch_tokenizer("a/b", tmp_path/"one").mask_token_id == 2 and asked == ["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json", "tokenizer/special_tokens_map.json"]
+    nested = False
+    assert packing.fetch_tokenizer("a/b", tmp_path/"two").pad_token_id == 0 and asked[-1] == "special_tokens_map.json"
+    def offline(*_, **__): raise LocalEntryNotFoundError("cannot find it, and outgoing traffic is off")
+    monkeypatch.setattr(packing, "hf_hub_download", offline)
+    with pytest.raises(CramError, match="a/b.*cannot be fetched.*outgoing traffic"): packing.fetch_tokenizer("a/b", tmp_path/"three")
 
 
 def test_fetching_goes_on_where_it_stopped(published, tmp_path, monkeypatch):
