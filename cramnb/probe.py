@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from .checkpoint import checkpoints, damage
 from .masking import Masked
 from .recipe import CramError
+from .tokenizer import word_starts
 
 # %% ../nbs/16_probe.ipynb #6a31ca39
 @contextlib.contextmanager
@@ -58,12 +59,11 @@ def token_kinds(
 )->tuple[Tensor,list[str]]:  # (V,) the kind of each token id; the names of the kinds
     "Sort a vocabulary into kinds; each token is of exactly one."
     vocabulary, special = tokenizer.get_vocab(), set(tokenizer.all_special_ids)
-    spaced = next((c for c in 'Ġ▁' if sum(t.startswith(c) for t in vocabulary) > len(vocabulary)/20), None)     # a sign for the space before a word
+    begins = word_starts(tokenizer)
     out = torch.zeros(max([*vocabulary.values(), len(tokenizer)-1]) + 1, dtype=torch.long)
     for token, i in vocabulary.items():
         bare = token.lstrip('Ġ▁').removeprefix('##')
-        inner = not token.startswith(spaced) if spaced else token.startswith('##')
-        kind = 'special' if i in special else 'punctuation' if not re.search(r'[^\W_]', bare) else 'number' if bare.isdigit() else 'continuation' if inner else 'word start'
+        kind = 'special' if i in special else 'punctuation' if not re.search(r'[^\W_]', bare) else 'number' if bare.isdigit() else 'word start' if begins[i] else 'continuation'
         out[i] = KINDS.index(kind)
     return out, KINDS
 
