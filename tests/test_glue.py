@@ -291,13 +291,14 @@ def test_a_sweep_takes_each_tasks_best_and_says_so(checkpoint, tmp_path):
 def test_interrupted_trials_are_run_again_and_others_are_not(checkpoint, tmp_path):
     write(tmp_path/"glue/rte", dict(train=rows_of("rte", 32), dev=rows_of("rte", 16, 1)))
     ev = replace(EV, tasks="rte", glue_dir=str(tmp_path/"glue"), trials=3, epochs=1)
-    ran = []
-    def stop(stage, done, total):
-        ran.append(stage)
+    ran, lefts = [], []
+    def stop(stage, done, total, **notes):
+        ran.append(stage); lefts.append(notes['seconds_left'])
         if "trial 2" in stage and ran.count(stage) > 1: raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt): evaluate_checkpoint(checkpoint, ev, tmp_path/"eval", progress=stop)
+    assert all(s > 0 for s in lefts) and len(list((tmp_path/"eval").glob("*.json"))) == 1
     again = []
-    trials = evaluate_checkpoint(checkpoint, ev, tmp_path/"eval", progress=lambda stage, *_: again.append(stage))
+    trials = evaluate_checkpoint(checkpoint, ev, tmp_path/"eval", progress=lambda stage, *_, **__: again.append(stage))
     assert not any("trial 1" in s for s in again) and [t.seed for t in trials] == [0, 1, 2]
     alone = run_trial(checkpoint, TASKS["rte"], load_folder("rte", tmp_path/"glue"), ev, 1)[0]
     assert trials[1].metrics == alone.metrics
