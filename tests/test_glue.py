@@ -349,6 +349,15 @@ def test_values_make_a_regression_and_whole_numbers_classes(tmp_path):
     assert own_task(str(tmp_path/"c.jsonl"), metric="pearson")[0].num_labels == 1
 
 
+def test_rows_without_an_answer_or_a_text_are_named(tmp_path):
+    (tmp_path/"a.csv").write_text("text,label\n" + "x,yes\ny,no\n"*10 + "z,\n")
+    (tmp_path/"b.jsonl").write_text("".join(json.dumps(dict(text=f"row {i}", label="yes" if i % 2 else "no")) + "\n" for i in range(20)) + '{"text": "no answer"}\n')
+    (tmp_path/"c.jsonl").write_text("".join(json.dumps(dict(text=f"row {i}", label="yes" if i % 2 else "no")) + "\n" for i in range(20)) + '{"label": "yes"}\n')
+    for name in ("a.csv", "b.jsonl"):
+        with pytest.raises(CramError, match="row 21 has no label"): own_task(str(tmp_path/name))
+    with pytest.raises(CramError, match="has no text; its label is 'yes'"): own_task(str(tmp_path/"c.jsonl"))
+
+
 def test_tags_of_words_are_learnt(checkpoint, tmp_path):
     rng = random.Random(0)
     def row():
