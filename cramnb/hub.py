@@ -66,7 +66,7 @@ def plain(
         if isinstance(config.get(wrapper), (dict, DictConfig)): return plain(config[wrapper])
     return {k: plain(v) if isinstance(v, (dict, DictConfig)) else v for k, v in config.items()}
 
-# %% ../nbs/17_hub.ipynb #1df1af11
+# %% ../nbs/17_hub.ipynb #cf6d7b5b
 KNOWN = dict(     # every key of the original's architectures: what it must be for our parts to mean the same, None where any value will do
     arch=dict(architectures=None, num_transformer_layers=None, hidden_size=None, intermed_size=None, hidden_dropout_prob=None, norm=('LayerNorm', 'ApexLayerNorm', 'RMSNorm'),
               norm_eps=None, norm_scheme=('pre', 'post', 'sandwich'), nonlin=('GELU', 'GELUglu', 'SiLUglu'), tie_weights=None, decoder_bias=None, sparse_prediction=None,
@@ -85,6 +85,7 @@ def check_config(
 ):
     "Refuse a key that nobody knows, a key that is missing, and a value that our parts cannot repeat. Raises CramError that lists them."
     groups = {'arch': arch, **{g: arch.get(g) or {} for g in KNOWN if g != 'arch'}}
+    if flat := [f'{g}={part!r}' for g, part in groups.items() if not isinstance(part, dict)]: raise CramError(f"The configuration has {', '.join(flat)}: a group of keys is needed there.")
     generic = {*PreTrainedConfig().to_dict(), 'auto_map', 'model_type', 'torch_dtype', 'num_labels', 'vocab_size'}
     names = {f'{g}.{k}' if g != 'arch' else k: (g, k, v) for g, part in groups.items() for k, v in part.items()}
     unknown = [n for n, (g, k, v) in names.items() if k not in KNOWN[g] and not (g == 'arch' and k in generic) and v is not None and v is not False]     # what is off changes nothing
@@ -92,6 +93,8 @@ def check_config(
     needed = ('num_transformer_layers', 'hidden_size', 'intermed_size', 'nonlin'), ('type', 'num_attention_heads')
     missing = [k for k in needed[0] if arch.get(k) is None] + [f'attention.{k}' for k in needed[1] if groups['attention'].get(k) is None]
     if missing: raise CramError(f"The configuration misses {', '.join(missing)}.")
+    counts = {k: arch[k] for k in needed[0][:3]} | {'attention.num_attention_heads': groups['attention']['num_attention_heads']}
+    if odd := [f'{k}={v!r}' for k, v in counts.items() if type(v) is not int or v < 1]: raise CramError(f"The configuration has {', '.join(odd)}: a whole number above zero is needed.")
     refused = [f"{n}={v} (supported: {', '.join(map(str, KNOWN[g][k]))})" for n, (g, k, v) in names.items() if KNOWN[g].get(k) is not None and v not in KNOWN[g][k]]
     if refused: raise CramError(f"The configuration asks for what our parts cannot repeat: {'; '.join(refused)}.")
 
@@ -283,7 +286,7 @@ def _transformers_bert(arch, state):
     model.bert.embeddings.word_embeddings.padding_idx = None      # the original took it away before it built the model: padding is learnt there, too
     return model.eval()
 
-# %% ../nbs/17_hub.ipynb #b922c84e
+# %% ../nbs/17_hub.ipynb #8edac8dd
 def convert(
     source:str|Path,        # folder or hub name, with config.json, model_config.json or arch….json, and model.safetensors
     target:str|Path,        # folder to write; must not exist
@@ -320,8 +323,12 @@ def _read_tokenizer(folder, length):
     "The tokenizer beside the weights, if there is one."
     if not (folder/'tokenizer.json').exists(): return None
     try:
-        with quiet(): return PreTrainedTokenizerFast.from_pretrained(folder, model_max_length=length)
+        with quiet(): tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, model_max_length=length)
     except Exception as e: raise CramError(f"{folder/'tokenizer.json'} cannot be read ({str(e).splitlines()[0]}): mend it, or take it away to convert the model alone.") from None
+    words = tokenizer.get_vocab()
+    missing = {f'{k}_token': w for k in ('pad', 'unk', 'cls', 'sep', 'mask') for w in (f'<{k}>', f'[{k.upper()}]') if w in words and getattr(tokenizer, f'{k}_token') is None}
+    if missing: tokenizer.add_special_tokens(missing)      # tokenizer.json alone does not say which is which
+    return tokenizer
 
 def _read_json(path):
     try: value = json.loads(path.read_text(encoding='utf-8-sig'))

@@ -239,7 +239,7 @@ def test_padding_is_learnt_in_transformers_own_bert_of_the_original():
 @pytest.mark.parametrize("config, message", [
     (arch(nested=dict(attention=dict(type="fourier"))), "attention.type=fourier"), (arch(nonlin="ReLU"), "nonlin=ReLU"), (arch(norm="ScaleNorm"), "norm=ScaleNorm"), (arch(hidden_sise=3), "hidden_sise.*Did you mean 'hidden_size'"),
     (arch(True, recurrent_layers=2), "recurrent_layers=2"), (arch(nested=dict(embedding=dict(embedding_dim=16))), "factorised"), (arch(nested=dict(attention=dict(sequence_op="cumsum"))), "sequence_op=cumsum"),
-    (arch(nested=dict(attention=dict(causal_attention=True))), "causal_attention=True"), (arch(nested=dict(classification_head=dict(pooler="lse"))), "pooler=lse"), (arch(nonlin="SiLUglu", skip_head_transform=False), "nonlin=SiLUglu stands in the head"), (arch(True, norm="RMSNorm"), "length of a vector"),
+    (arch(nested=dict(attention=dict(causal_attention=True))), "causal_attention=True"), (arch(nested=dict(classification_head=dict(pooler="lse"))), "pooler=lse"), (arch(num_transformer_layers="2"), "num_transformer_layers='2'"), (arch(attention="self-attention"), "attention='self-attention'"), (arch(nonlin="SiLUglu", skip_head_transform=False), "nonlin=SiLUglu stands in the head"), (arch(True, norm="RMSNorm"), "length of a vector"),
     ({k: v for k, v in arch().items() if k != "hidden_size"}, "misses hidden_size"), ("crammed-bert", "not a dict"), (arch(nested=dict(attention=dict(rotary_embedding="llama"))), "rotary_embedding=llama")])
 def test_architectures_that_cannot_be_repeated_are_named(config, message):
     with pytest.raises(CramError, match=message): from_original(config, theirs(ours(VARIANTS["crammed-bert"]), VARIANTS["crammed-bert"]))
