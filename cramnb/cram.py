@@ -12,7 +12,7 @@ __all__ = ['VERBS', 'LOOKERS', 'run_folder', 'finished', 'read_recipe', 'check_f
            'measure', 'train_loop', 'finish', 'pretrain_table', 'write_report', 'wants_local', 'data_verb',
            'pretrain_verb', 'dry_run', 'protocol_key', 'run_eval', 'eval_verb', 'dry_eval', 'check_tasks',
            'check_start', 'cram_verb', 'runs_verb', 'plot_verb', 'probe_verb', 'bench_verb', 'convert_verb',
-           'publish_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'main']
+           'publish_verb', 'usage', 'verb_help', 'read_command', 'latest_run', 'go_on', 'terminated', 'main']
 
 # %% ../nbs/23_cram.ipynb #bfabcbc3
 import dataclasses, hashlib, json, os, random, shlex, shutil, signal, sys, tempfile, threading, time
@@ -590,7 +590,21 @@ def go_on(
     words = [w for w in words if not w.lstrip('+-').startswith(('fresh=', 'name='))]
     return f"{launcher()} {shlex.join([verb, f'name={recipe.name}', *words])}"
 
-# %% ../nbs/23_cram.ipynb #b375704f
+# %% ../nbs/23_cram.ipynb #c287c791
+@contextmanager
+def terminated():
+    "SIGTERM ends what is no training as Ctrl-C does: by a message and the command that goes on. Not under torchrun, which ends its processes its own way."
+    if places()['size'] > 1 or threading.current_thread() is not threading.main_thread(): yield; return
+    here = os.getpid()
+    def end(number, frame):
+        signal.signal(number, signal.SIG_DFL)       # a second one ends at once
+        if os.getpid() != here: os.kill(os.getpid(), number)    # a child process just ends
+        raise KeyboardInterrupt
+    before = signal.signal(signal.SIGTERM, end)
+    try: yield
+    finally: signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+# %% ../nbs/23_cram.ipynb #5bd0fdd5
 def main(
     argv:list[str]|None=None,  # words after `cramnb`; None reads the command line
 )->int:                        # exit code
@@ -601,9 +615,10 @@ def main(
     try:
         first = places()['rank'] == 0       # of several processes one speaks
         if {'-h', '--help'} & set(argv) and argv[0] in {**VERBS, **LOOKERS}: print(verb_help(argv[0])); return 0
-        if argv[0] in LOOKERS: LOOKERS[argv[0]](argv[1:]); return 0
-        verb, recipe = read_command(argv)
-        if first or verb in ('pretrain', 'cram'): VERBS[verb](recipe, bars)
+        with terminated():
+            if argv[0] in LOOKERS: LOOKERS[argv[0]](argv[1:]); return 0
+            verb, recipe = read_command(argv)
+            if first or verb in ('pretrain', 'cram'): VERBS[verb](recipe, bars)
         return 0
     except Stopped as e: message = str(e)
     except KeyboardInterrupt: message = f"Stopped{' while ' + bars.stage if bars.stage else ''}; what was finished is kept."

@@ -30,7 +30,7 @@ from .finetune import quiet
 from .mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification
 from .recipe import CramError, nearest
 
-# %% ../nbs/17_hub.ipynb #0d4c81d7
+# %% ../nbs/17_hub.ipynb #5eda87f0
 def fetch(
     source:str|Path,        # a folder, or a name on the hub: NAME/REPO, hf://NAME/REPO, NAME/REPO@revision
 )->Path:                    # a folder
@@ -46,7 +46,7 @@ def read_weights(
 )->dict[str,Tensor]:
     "All tensors of a folder. Raises CramError; pickled weights are refused."
     index = folder/'model.safetensors.index.json'
-    files = sorted(set(json.loads(index.read_text())['weight_map'].values())) if index.exists() else ['model.safetensors']
+    files = sorted(set((_read_json(index).get('weight_map') or {'': 'model.safetensors'}).values())) if index.exists() else ['model.safetensors']
     if (folder/files[0]).exists():
         try: return {k: v for f in files for k, v in load_file(folder/f).items()}
         except (SafetensorError, OSError) as e: raise CramError(f"{folder} holds damaged weights: {str(e).splitlines()[0]}.") from None
@@ -66,7 +66,7 @@ def plain(
         if isinstance(config.get(wrapper), (dict, DictConfig)): return plain(config[wrapper])
     return {k: plain(v) if isinstance(v, (dict, DictConfig)) else v for k, v in config.items()}
 
-# %% ../nbs/17_hub.ipynb #aa05f17c
+# %% ../nbs/17_hub.ipynb #cf6d7b5b
 KNOWN = dict(     # every key of the original's architectures: what it must be for our parts to mean the same, None where any value will do
     arch=dict(architectures=None, num_transformer_layers=None, hidden_size=None, intermed_size=None, hidden_dropout_prob=None, norm=('LayerNorm', 'ApexLayerNorm', 'RMSNorm'),
               norm_eps=None, norm_scheme=('pre', 'post', 'sandwich'), nonlin=('GELU', 'GELUglu', 'SiLUglu'), tie_weights=None, decoder_bias=None, sparse_prediction=None,
@@ -78,29 +78,33 @@ KNOWN = dict(     # every key of the original's architectures: what it must be f
                    num_attention_heads=None, dropout_prob=None, skip_output_projection=(False,), qkv_bias=None, rotary_embedding=(False, None, True, 'sanity'), seq_op_in_fp32=None,
                    sequence_op=('torch-softmax',), high_level_fusion=None, low_level_fusion=None, hybrid_layers=None, rdim=None),
     init=dict(type=('normal', 'small', 'megatron', 'wang', 'deepnorm', 'agd-orthogonal'), std=None),
-    classification_head=dict(pooler=('zero_index', 'avg', 'max'), include_ff_layer=(True,), head_dim=None, nonlin=('Tanh',), classifier_dropout=None))
+    classification_head=dict(pooler=('zero_index', 'first', 'avg'), include_ff_layer=(True,), head_dim=None, nonlin=('Tanh',), classifier_dropout=None))
 
 def check_config(
     arch:dict,              # from `plain`
 ):
     "Refuse a key that nobody knows, a key that is missing, and a value that our parts cannot repeat. Raises CramError that lists them."
     groups = {'arch': arch, **{g: arch.get(g) or {} for g in KNOWN if g != 'arch'}}
+    if flat := [f'{g}={part!r}' for g, part in groups.items() if not isinstance(part, dict)]: raise CramError(f"The configuration has {', '.join(flat)}: a group of keys is needed there.")
     generic = {*PreTrainedConfig().to_dict(), 'auto_map', 'model_type', 'torch_dtype', 'num_labels', 'vocab_size'}
     names = {f'{g}.{k}' if g != 'arch' else k: (g, k, v) for g, part in groups.items() for k, v in part.items()}
-    unknown = [n for n, (g, k, _) in names.items() if k not in KNOWN[g] and not (g == 'arch' and k in generic)]
+    unknown = [n for n, (g, k, v) in names.items() if k not in KNOWN[g] and not (g == 'arch' and k in generic) and v is not None and v is not False]     # what is off changes nothing
     if unknown: raise CramError(f"The configuration has keys that no architecture of the original has: {', '.join(unknown)}.{nearest(unknown[0].rpartition('.')[2], [k for g in KNOWN.values() for k in g])}")
     needed = ('num_transformer_layers', 'hidden_size', 'intermed_size', 'nonlin'), ('type', 'num_attention_heads')
     missing = [k for k in needed[0] if arch.get(k) is None] + [f'attention.{k}' for k in needed[1] if groups['attention'].get(k) is None]
     if missing: raise CramError(f"The configuration misses {', '.join(missing)}.")
+    counts = {k: arch[k] for k in needed[0][:3]} | {'attention.num_attention_heads': groups['attention']['num_attention_heads']}
+    if odd := [f'{k}={v!r}' for k, v in counts.items() if type(v) is not int or v < 1]: raise CramError(f"The configuration has {', '.join(odd)}: a whole number above zero is needed.")
     refused = [f"{n}={v} (supported: {', '.join(map(str, KNOWN[g][k]))})" for n, (g, k, v) in names.items() if KNOWN[g].get(k) is not None and v not in KNOWN[g][k]]
     if refused: raise CramError(f"The configuration asks for what our parts cannot repeat: {'; '.join(refused)}.")
 
-# %% ../nbs/17_hub.ipynb #cc5d9cf5
+# %% ../nbs/17_hub.ipynb #0ed3599d
 def is_first_version(
     arch:dict,              # from `plain`
 )->bool:                    # true for the v1 branch, `ScriptableMaskedLM`
     "Two branches of the original mean different things by the same words."
-    return 'ScriptableMaskedLM' in (arch.get('architectures') or []) or 'layer_macro_type' in arch
+    named = arch.get('architectures') or []
+    return 'ScriptableMaskedLM' in named if set(named) & {'ScriptableMaskedLM', 'ScriptableCrammedBERT'} else 'layer_macro_type' in arch
 
 def our_config(
     arch:dict,              # from `plain`, checked
@@ -115,7 +119,8 @@ def our_config(
     words = state.get('encoder.embedding.word_embedding.weight', state.get('decoder.weight'))
     if words is None: raise CramError("The weights hold no encoder.embedding.word_embedding.weight and no decoder.weight.")
     rows = state.get('encoder.embedding.pos_embedding.embedding.weight')
-    transform = ('linear' if first else 'none') if arch.get('skip_head_transform') else 'dense'
+    transform = ('linear' if first else 'none') if arch.get('skip_head_transform') and arch.get('objective_layout') != 'SCRIPT' else 'dense'    # SCRIPT always has BERT's
+    if transform == 'dense' and 'GELU' not in arch['nonlin']: raise CramError(f"nonlin={arch['nonlin']} stands in the head transform, too, where our model has GELU: not supported.")
     return CrammedBertConfig(
         vocab_size=len(words), pad_token_id=emb.get('pad_token_id', 0), hidden_size=D, num_hidden_layers=arch['num_transformer_layers'], num_attention_heads=att['num_attention_heads'],
         intermediate_size=arch['intermed_size'], hidden_act=dict(GELU='gelu', GELUglu='geglu', SiLUglu='swiglu')[arch['nonlin']], position_embedding_type=_positions(emb, att),
@@ -123,7 +128,7 @@ def our_config(
         norm_placement=arch.get('norm_scheme', 'pre') if first else 'pre', deepnorm=bool(arch.get('deepnorm_scaling')), embedding_norm=emb.get('normalization', True),
         final_norm=bool(arch.get('final_norm')), use_bias=bool(arch.get('use_bias')), qkv_bias=_QKV_BIAS.get(att['type'], bool(att.get('qkv_bias'))), head_transform=transform, decoder_bias=bool(arch.get('decoder_bias')), **_init(arch.get('init') or {}),
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=att.get('dropout_prob', 0.1), classifier_dropout=head.get('classifier_dropout', dropout),
-        classifier_pooling=dict(zero_index='first', avg='mean-with-padding', max='max')[head.get('pooler', 'zero_index')],
+        classifier_pooling=dict(zero_index='first', first='first', avg='mean-with-padding')[head.get('pooler', 'zero_index')],
         classifier_hidden_size=len(state['pooler.dense.weight']) if 'pooler.dense.weight' in state else head.get('head_dim', D), **_labels(state))
 
 _QKV_BIAS = {'huggingface': True, 'pytorch': False, 'pytorch-seqfirst': False}     # whatever the configuration says
@@ -148,7 +153,7 @@ def tidy(
     if len(set(names.values())) < len(names): raise CramError("The weights hold the same name with and without module. or _orig_mod.")
     return {names[k]: v for k, v in state.items()}
 
-# %% ../nbs/17_hub.ipynb #4632f53e
+# %% ../nbs/17_hub.ipynb #f4f4b535
 NAMES = [(r'^encoder\.embedding\.word_embedding\.', 'model.embeddings.word_embeddings.'), (r'^encoder\.embedding\.pos_embedding\.scale_factor$', 'model.embeddings.position.scale'),
          (r'^encoder\.embedding\.pos_embedding\.embedding\.', 'model.embeddings.position.table.'), (r'^encoder\.embedding\.norm\.', 'model.embeddings.norm.'),
          (r'^encoder\.layers\.(\d+)\.', r'model.layers.\1.'), (r'^encoder\.final_norm\.', 'model.final_norm.'), (r'\.norm1\.', '.attention_norm.'), (r'\.norm2\.', '.mlp_norm.'),
@@ -164,7 +169,7 @@ def our_name(
     for pattern, ours in NAMES[:-1]: name = re.sub(pattern, ours, name)
     return name
 
-BUFFERS = r'(norm_factor|\.alpha|encoder\.p|position_ids|\.inv_freq|freqs_cis|pos_embedding\.pe|_cos_cached|_sin_cached|cos_cached|sin_cached|loss_fn\..*)$'   # follow from the configuration
+BUFFERS = r'(norm_factor|\.alpha|encoder\.(?:layers\.\d+\.)?p|position_ids|\.inv_freq|freqs_cis|pos_embedding\.pe|_cos_cached|_sin_cached|cos_cached|sin_cached|loss_fn\..*)$'   # follow from the configuration
 
 # %% ../nbs/17_hub.ipynb #c438cb8e
 def from_heads(
@@ -174,7 +179,7 @@ def from_heads(
     "From the packing of GPT-NeoX, which `self-attention` of the original has, to the stacked one of everybody else."
     return qkv.view(num_heads, 3, -1, *qkv.shape[1:]).transpose(0, 1).reshape(qkv.shape)
 
-# %% ../nbs/17_hub.ipynb #bba2207e
+# %% ../nbs/17_hub.ipynb #67318df3
 def stacked_attention(
     state:dict[str,Tensor], # tidied; what belongs to attention is taken out
     arch:dict,              # from `plain`
@@ -184,12 +189,16 @@ def stacked_attention(
     for i in range(arch['num_transformer_layers']):
         own, ours = f'encoder.layers.{i}.attn.self_attention.', f'model.layers.{i}.attention.qkv.'
         for end in ('weight', 'bias'):
-            packed = {'self-attention': f'query_key_value.{end}', 'flash-attention-impl': f'flash_mha.Wqkv.{end}', 'pytorch-flash-attention': f'Wqkv.{end}'}.get(kind, f'attn.in_proj_{end}')
-            parts = [own+f'{n}.{end}' for n in ('query', 'key', 'value')]
-            if kind == 'huggingface' and all(p in state for p in parts): out[ours+end] = torch.cat([state.pop(p) for p in parts])
-            elif own+packed in state: out[ours+end] = from_heads(state.pop(own+packed), H) if kind == 'self-attention' else state.pop(own+packed)
+            there = [own+n+end for n in _PACKED.get(kind, _STACKED) if own+n+end in state]
+            parts = [state.pop(n) for n in there]
+            if kind == 'huggingface': out |= {ours+end: torch.cat(parts)} if len(parts) == 3 else {}
+            elif parts: out[ours+end] = from_heads(parts[0], H) if kind == 'self-attention' else parts[0]
         _fold(state, f'encoder.layers.{i}.attn.')
     return out
+
+_PACKED = {'self-attention': ['query_key_value.'], 'huggingface': ['query.', 'key.', 'value.'], 'flash-attention-impl': ['flash_mha.Wqkv.', 'Wqkv.', 'attn.in_proj_'],
+           'pytorch-flash-attention': ['Wqkv.', 'flash_mha.Wqkv.', 'attn.in_proj_']}      # the usual name first
+_STACKED = ['attn.in_proj_', 'in_proj_', 'flash_mha.Wqkv.', 'Wqkv.']
 
 def _fold(state, layer):
     "torch's attention has a way out of its own, meant to be the identity, but the original's initialisation fills it with noise that every later step keeps: multiply it in."
@@ -200,7 +209,7 @@ def _fold(state, layer):
         state[layer+'dense.bias'] = state[layer+'dense.bias'] + state[dense] @ bias
     if inner is not None and dense in state and not torch.equal(inner, torch.eye(len(inner), dtype=inner.dtype)): state[dense] = (state[dense].double() @ inner.double()).to(state[dense].dtype)
 
-# %% ../nbs/17_hub.ipynb #7b38db84
+# %% ../nbs/17_hub.ipynb #24160fcf
 def from_original(
     arch_config:dict,       # of the original: `arch` of a run, model_config.json, or the hub's config.json
     state_dict:dict[str,Tensor],  # its weights, from safetensors; prefixes of DistributedDataParallel and torch.compile may be there
@@ -212,10 +221,12 @@ def from_original(
     config = our_config(arch, state)
     cls = CrammedBertForSequenceClassification if 'head.weight' in state else CrammedBertForMaskedLM
     _untie(state, arch, cls)
+    if cls is CrammedBertForSequenceClassification: state = {k: v for k, v in state.items() if not k.startswith(('prediction_head.', 'decoder.'))}     # fine-tuning has no use for them
     with torch.device('meta'): wanted = dict(cls(config).named_parameters())       # the tied decoder is the embedding, once
     _check_buffers(state, arch)
+    theirs = _their_names(arch, config, state)
     found = stacked_attention(state, arch) | {our_name(k): v for k, v in state.items() if not re.search(BUFFERS, k)}
-    _compare(found, wanted, state)
+    _compare(found, wanted, state, theirs)
     model = cls(config)
     with torch.no_grad():
         for name, p in model.named_parameters(): p.copy_(found[name])
@@ -234,15 +245,30 @@ def _check_buffers(state, arch):
     root = (arch['hidden_size']//arch['attention']['num_attention_heads'])**-0.5
     alpha = (2*arch['num_transformer_layers'])**0.25 if arch.get('deepnorm_scaling') else 1.0
     for name, value in state.items():
-        want = root if name.endswith('norm_factor') else alpha if name.endswith('.alpha') else 1.0 if name == 'encoder.p' else None
-        if want is not None and abs(value.item() - want) > 1e-3*want: raise CramError(f"{name} is {value.item():.6g} where the configuration means {want:.6g}.")
+        want = root if name.endswith('norm_factor') else alpha if name.endswith('.alpha') else 1.0 if re.fullmatch(r'encoder\.(layers\.\d+\.)?p', name) else None
+        if want is not None and abs(value.item() - want) > 5e-3*want: raise CramError(f"{name} is {value.item():.6g} where the configuration means {want:.6g}.")
 
-def _compare(found, wanted, state):
+def _their_names(arch, config, state):
+    "Our names of what a checkpoint of this architecture may hold, and under which names of the original: the translation, read backwards."
+    scale = 'learnable_scale' if config.norm_type == 'RMSNorm' else 'weight'
+    norms, dense = ('norm1', 'norm2', 'norm3', 'norm4'), ('attn.dense', 'ffn.dense_in', 'ffn.dense_out')
+    modules = ['encoder.embedding.word_embedding', 'encoder.embedding.pos_embedding.embedding', 'encoder.embedding.norm', 'encoder.final_norm', 'pooler.dense', 'head', 'decoder',
+               *(['prediction_head'] if config.head_transform == 'linear' else ['prediction_head.dense', 'prediction_head.norm']),
+               *(f'encoder.layers.{i}.{m}' for i in range(config.num_hidden_layers) for m in norms + dense)]
+    names = ['encoder.embedding.pos_embedding.scale_factor', *(f"{m}.{scale if 'norm' in m and end == 'weight' else end}" for m in modules for end in ('weight', 'bias'))]
+    kind, back = arch['attention']['type'], {our_name(n): n for n in names}
+    for i in range(config.num_hidden_layers):
+        for end in ('weight', 'bias'):
+            own = [f'encoder.layers.{i}.attn.self_attention.{n}{end}' for n in _PACKED.get(kind, _STACKED)]
+            back[f'model.layers.{i}.attention.qkv.{end}'] = ', '.join(n for n in own if n not in state) if kind == 'huggingface' else own[0]
+    return back
+
+def _compare(found, wanted, state, theirs):
     "Every tensor has a place, every place a tensor, of the right shape."
     back = {our_name(k): k for k in state}
-    unknown, missing = sorted(back.get(k, k) for k in found if k not in wanted), sorted(k for k in wanted if k not in found)
-    wrong = [f'{k}: {tuple(found[k].shape)}, expected {tuple(wanted[k].shape)}' for k in wanted if k in found and found[k].shape != wanted[k].shape]
-    parts = [f"{len(unknown)} unknown: {', '.join(unknown)}"]*bool(unknown) + [f"{len(missing)} missing (our names): {', '.join(missing)}"]*bool(missing) + [f"of another shape: {'; '.join(wrong)}"]*bool(wrong)
+    unknown, missing = sorted(back.get(k, k) for k in found if k not in wanted), sorted(theirs.get(k, k) for k in wanted if k not in found)
+    wrong = [f'{back.get(k, theirs.get(k, k))}: {tuple(found[k].shape)}, expected {tuple(wanted[k].shape)}' for k in wanted if k in found and found[k].shape != wanted[k].shape]
+    parts = [f"{len(unknown)} unknown: {', '.join(unknown)}"]*bool(unknown) + [f"{len(missing)} missing: {', '.join(missing)}"]*bool(missing) + [f"of another shape: {'; '.join(wrong)}"]*bool(wrong)
     if parts: raise CramError(f"The weights do not fit the configuration. {'. '.join(parts)}.")
 
 def _transformers_bert(arch, state):
@@ -252,13 +278,15 @@ def _transformers_bert(arch, state):
     if words is None: raise CramError("The weights hold no bert.embeddings.word_embeddings.weight.")
     names |= dict(vocab_size=len(words)) | (dict(num_labels=len(state['classifier.weight'])) if 'classifier.weight' in state else {})
     model = (BertForSequenceClassification if 'classifier.weight' in state else BertForMaskedLM)(BertConfig(**names))
-    state = {k: v for k, v in state.items() if 'position_ids' not in k and k not in ('cls.predictions.decoder.weight', 'cls.predictions.decoder.bias')}
+    state.setdefault('cls.predictions.bias', state.get('cls.predictions.decoder.bias'))
+    state = {k: v for k, v in state.items() if v is not None and 'position_ids' not in k and k not in ('cls.predictions.decoder.weight', 'cls.predictions.decoder.bias')}
     state.setdefault('bert.embeddings.word_embeddings.weight', words)
-    _compare(state, dict(model.named_parameters()), {})
+    _compare(state, dict(model.named_parameters()), {}, {})
     model.load_state_dict(state, strict=False)
+    model.bert.embeddings.word_embeddings.padding_idx = None      # the original took it away before it built the model: padding is learnt there, too
     return model.eval()
 
-# %% ../nbs/17_hub.ipynb #033c0994
+# %% ../nbs/17_hub.ipynb #8edac8dd
 def convert(
     source:str|Path,        # folder or hub name, with config.json, model_config.json or arch….json, and model.safetensors
     target:str|Path,        # folder to write; must not exist
@@ -272,23 +300,41 @@ def convert(
     if config.get('model_type') == 'crammed_bert': raise CramError(f"{source} is a model of cramnb already; nothing to convert.")
     if config.get('model_type', 'crammedBERT') not in ('crammedBERT', 'crammedbert'): raise CramError(f"{source} is a {config['model_type']} model of transformers, not a checkpoint of the original; nothing to convert.")
     model = from_original(config, read_weights(folder))
+    tokenizer = _read_tokenizer(folder, model.config.max_position_embeddings)
+    if tokenizer is None: say(f"{source} has no tokenizer.json: the model is written without a tokenizer.")
     partial = target.with_name(target.name + '.partial')
     shutil.rmtree(partial, ignore_errors=True)
     with quiet():
-        model.save_pretrained(partial)
-        if (folder/'tokenizer.json').exists(): PreTrainedTokenizerFast.from_pretrained(folder, model_max_length=model.config.max_position_embeddings).save_pretrained(partial)
-        else: say(f"{source} has no tokenizer.json: the model is written without a tokenizer.")
+        for part in (model, tokenizer): part is None or part.save_pretrained(partial)
     os.replace(partial, target)
     arch = plain(config)
+    if 'flash' in str((arch.get('attention') or {}).get('type')): say("Its flash attention read padding like text; the converted model masks it where a mask is given, and so answers padded texts differently.")
     if (arch.get('attention') or {}).get('rotary_embedding') is True: say("Its rotary embedding never rotated anything; the converted model has none.")
     return target
 
 def _read_config(folder):
     "The configuration beside the weights."
     names = ['config.json', 'model_config.json', *sorted(p.name for p in folder.glob('arch*.json'))]
-    found = [json.loads((folder/n).read_text()) for n in names if (folder/n).exists()]
+    found = [_read_json(folder/n) for n in names if (folder/n).exists()]
     if not found: raise CramError(f"{folder} holds none of config.json, model_config.json, arch_budget_hours_….json.")
     return next((c for c in found if 'attention' in plain(c) or 'num_hidden_layers' in plain(c)), found[0])
+
+def _read_tokenizer(folder, length):
+    "The tokenizer beside the weights, if there is one."
+    if not (folder/'tokenizer.json').exists(): return None
+    try:
+        with quiet(): tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, model_max_length=length)
+    except Exception as e: raise CramError(f"{folder/'tokenizer.json'} cannot be read ({str(e).splitlines()[0]}): mend it, or take it away to convert the model alone.") from None
+    words = tokenizer.get_vocab()
+    missing = {f'{k}_token': w for k in ('pad', 'unk', 'cls', 'sep', 'mask') for w in (f'<{k}>', f'[{k.upper()}]') if w in words and getattr(tokenizer, f'{k}_token') is None}
+    if missing: tokenizer.add_special_tokens(missing)      # tokenizer.json alone does not say which is which
+    return tokenizer
+
+def _read_json(path):
+    try: value = json.loads(path.read_text(encoding='utf-8-sig'))
+    except ValueError as e: raise CramError(f"{path} is not JSON ({e}).") from None
+    if not isinstance(value, dict): raise CramError(f"{path} holds a {type(value).__name__}, not a dict.")
+    return value
 
 # %% ../nbs/17_hub.ipynb #c4cec662
 def why_not_bert(

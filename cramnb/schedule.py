@@ -31,13 +31,13 @@ def _after(x, w):
     "The share of the time after warm-up."
     return min(max((x-w)/(1-w), 0.0), 1.0) if w < 1 else float(x >= 1)
 
-# %% ../nbs/10_schedule.ipynb #d03954ae
+# %% ../nbs/10_schedule.ipynb #0f82d16f
 def _cosine(x, w): return _warm(x, w) if x < w else (1 + math.cos(math.pi*_after(x, w)))/2
 
 def _annealing(x, w, cycles=4):
     "Half-cosines, one after the other; each starts again at 1."
     if x < w or w == 1: return _warm(x, w)
-    return (1 + math.cos(math.pi*math.fmod(cycles*(x-w)/(1-w), 1.0)))/2
+    return (1 + math.cos(math.pi*math.fmod(round(cycles*(x-w)/(1-w), 9), 1.0)))/2     # rounded: a cycle must not begin late by the last bit
 
 def _inverse_sqrt(x, w, c):
     "Falls like 1/√x after warm-up, then straight to 0."
@@ -67,18 +67,18 @@ SCHEDULES = {
 }
 SPELLINGS = dict(cosine='budget-cosine-decay', cosine_with_restarts='budget-cosine-decay', polynomial='budget-polynomial', constant_with_warmup='budget-constant')
 
-# %% ../nbs/10_schedule.ipynb #adfb89cc
+# %% ../nbs/10_schedule.ipynb #3313cf63
 def schedule_name(
     name:str,               # as users of the original, or of transformers, type it
 )->str:                     # a key of SCHEDULES
     "One name for each shape. Raises CramError for an unknown one, with the nearest."
     key = SPELLINGS.get(name) or name.lower().replace('_', '-')
-    for k in (key, f'budget-{key}', f"budget-{key.removesuffix('-decay')}"):
+    for k in (key, f'budget-{key}', f"budget-{key.removesuffix('-decay')}", f'{key}-decay', key.removeprefix('budget-')):
         if k in SCHEDULES: return k
     known = [*SCHEDULES, *(k.removeprefix('budget-') for k in SCHEDULES), *SPELLINGS]
     raise CramError(f"scheduler={name} is not a schedule: choose from {', '.join(SCHEDULES)}.{nearest(name, known)}")
 
-# %% ../nbs/10_schedule.ipynb #69bd59c3
+# %% ../nbs/10_schedule.ipynb #92286ffd
 def lr_factor(
     name:str,               # one of SCHEDULES, with or without 'budget-' in front
     x:float,                # elapsed share of the budget; past 1 counts as 1
@@ -90,7 +90,7 @@ def lr_factor(
     shape = SCHEDULES[schedule_name(name)]
     if not (0 <= warmup <= 1 and 0 <= cooldown <= 1 and warmup + cooldown <= 1):
         raise CramError(f"warmup={warmup} and cooldown={cooldown} are not possible: they are shares of the budget, together 1 at most.")
-    return max(0.0, shape(min(max(x, 0.0), 1.0), warmup, cooldown))
+    return max(0.0, shape(min(max(float(x), 0.0), 1.0), warmup, cooldown))
 
 # %% ../nbs/10_schedule.ipynb #4ae0e876
 def batch_size_at(

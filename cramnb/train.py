@@ -9,10 +9,12 @@ To replay the trajectory of another engine, with given weights, given passes and
     from cramnb.mlm import build_model
     from cramnb.recipe import preset
     from cramnb.train import replay
-    model = build_model(preset('arch', 'tiny'), vocab_size=100)                # then model.load_state_dict(...)
+    model = build_model(preset('arch', 'tiny'), vocab_size=100)                # or cramnb.hub.from_original(arch_config, state_dict), with weights of the original
     passes = [(ids, ids) for ids in torch.randint(5, 100, (12, 8, 16))]        # 12 recorded (input_ids, labels), -100 where nothing is asked
     train = replace(preset('train', 'bert-o4'), scheduler='constant', lr=1e-3, gradient_clipping=0.5)   # AdamW, groups as in the original
-    losses = [row['loss'] for row in replay(model, passes, train, per_update=2)]                        # 6 updates of 2 passes each
+    losses = [row['loss'] for row in replay(model, passes, train, per_update=2)]                        # 6 updates of 2 passes each: the mean of their losses
+
+Each row also holds `grad_norm`, before clipping, and `lr`; `model` holds the weights after the last update.
 
 Docs: https://cramnb.github.io/cramnb/train.html.md"""
 
@@ -267,7 +269,7 @@ def updates(self:Trainer)->Iterator[dict]:
         yield dict(update=s.update, progress=x, elapsed=s.elapsed, tokens=s.tokens, loss=loss, grad_norm=norm, lr=lr, batch_size=size,
                    tokens_per_second=(s.tokens-tokens)/max(took, 1e-9), skipped=s.skipped)
 
-# %% ../nbs/11_train.ipynb #3941b8ff
+# %% ../nbs/11_train.ipynb #943b824d
 def replay(
     model:nn.Module,        # with the weights to start from
     passes:list[tuple[Tensor, Tensor]],  # (input_ids, labels) of each pass, (B, T) int64, labels -100 where nothing is asked
@@ -275,6 +277,8 @@ def replay(
     per_update:int=1,       # passes added up to one update, each with the same weight, as in the original
 )->list[dict]:              # one row of numbers an update; the model has moved
     "Drive the trainer through recorded passes: no masking, no clock, no ramp. What parity with another engine needs."
+    passes = list(passes)
+    if len(passes) < max(per_update, 1) or per_update < 1: raise CramError(f"per_update={per_update} and {len(passes)} passes do not make one update.")
     rows = len(passes[0][0])
     train = replace(train, batch_size=rows*per_update, batch_size_ramp=0.0, average='passes', progress='updates', max_updates=len(passes)//per_update)
     batches = lambda first_row, n, number: Masked(*passes[number], None)

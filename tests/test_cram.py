@@ -130,17 +130,18 @@ def test_a_stopped_run_goes_on_where_it_was(how, tmp_path, texts):
         assert afresh.returncode == 0 and "Going on at" not in afresh.stdout and len((folder/"metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_ctrl_c_while_preparing_and_while_scoring(tmp_path, texts):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_preemption_while_preparing_and_while_scoring(how, tmp_path, texts):
     run = start("data", "data.max_megabytes=8", cwd=tmp_path)
     wait_for(lambda: list(tmp_path.glob("corpora/*.partial")))
-    run.send_signal(signal.SIGINT)
+    run.send_signal(how)
     out, err = run.communicate(timeout=30)
     assert run.returncode == 0 and "Continue with: cramnb data" in err and "Traceback" not in err
     words = ["cram", "data=files", f"data.files={texts}", *SMALL, "eval.epochs=5", "eval.max_train_examples=0"]
     run = start(*words, cwd=tmp_path)
     wait_for(lambda: (tmp_path/"runs/cram/pretrain.json").exists())
     time.sleep(2)
-    run.send_signal(signal.SIGINT)
+    run.send_signal(how)
     out, err = run.communicate(timeout=30)
     assert run.returncode == 0 and "Continue with: cramnb cram name=cram" in err and "Traceback" not in err
     again = cramnb(*words, "name=cram", "eval.epochs=1", "eval.max_train_examples=60", cwd=tmp_path)

@@ -168,8 +168,8 @@ def test_packings_are_inverse():
 
 
 @pytest.mark.parametrize("spoil, message", [
-    (lambda s: s.pop("encoder.layers.1.ffn.dense_in.weight"), "1 missing .*layers.1.mlp.input.weight"), (lambda s: s.update({"encoder.layers.9.norm1.weight": torch.ones(32)}), "unknown: encoder.layers.9.norm1.weight"),
-    (lambda s: s.update({"encoder.final_norm.weight": torch.ones(31)}), r"final_norm.weight: \(31,\), expected \(32,\)"), (lambda s: s.update({"decoder.weight": s["decoder.weight"] + 1}), "not tied"),
+    (lambda s: s.pop("encoder.layers.1.ffn.dense_in.weight"), "1 missing: encoder.layers.1.ffn.dense_in.weight"), (lambda s: s.update({"encoder.layers.9.norm1.weight": torch.ones(32)}), "unknown: encoder.layers.9.norm1.weight"),
+    (lambda s: s.update({"encoder.final_norm.weight": torch.ones(31)}), r"encoder.final_norm.weight: \(31,\), expected \(32,\)"), (lambda s: s.update({"decoder.weight": s["decoder.weight"] + 1}), "not tied"),
     (lambda s: s.update({"encoder.layers.0.attn.self_attention.norm_factor": torch.tensor(.5)}), "norm_factor is 0.5"), (lambda s: s.update({"prediction_head.weight": torch.ones(32, 32)}), "unknown: prediction_head.weight"),
     (lambda s: [s.pop(k) for k in ("decoder.weight", "encoder.embedding.word_embedding.weight")], "no encoder.embedding.word_embedding.weight")])
 def test_weights_that_do_not_fit_are_listed(spoil, message):
@@ -180,10 +180,66 @@ def test_weights_that_do_not_fit_are_listed(spoil, message):
     with pytest.raises(ValueError): from_original(config, state)
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("labels", [0, 3])
+def test_what_is_missing_has_the_name_it_has_in_the_file(name, labels):
+    config, fixed = VARIANTS[name], ("norm_factor", "alpha", "encoder.p", "position_ids", "inv_freq", "out_proj", "decoder.weight", "word_embedding")
+    state = theirs(ours(config, labels), config)
+    for key in state:
+        if not key.endswith(fixed) and not any(f in key for f in fixed) and key != "head.weight":
+            with pytest.raises(CramError, match="1 missing: " + key.replace(".", r"\.") + r"\."): from_original(config, {k: v for k, v in state.items() if k != key})
+
+
+def test_the_part_of_attention_that_is_missing():
+    config = VARIANTS["separate queries"]
+    state = theirs(ours(config), config)
+    del state["encoder.layers.0.attn.self_attention.key.bias"]
+    with pytest.raises(CramError, match=r"fit the configuration\. 1 missing: encoder\.layers\.0\.attn\.self_attention\.key\.bias\.$"): from_original(config, state)
+
+
+@pytest.mark.parametrize("name, old, new", [("bert-c5, flash", "flash_mha.Wqkv.", "attn.in_proj_"), ("bert-c5, flash", "flash_mha.", ""), ("bert-c5, pytorch", "attn.in_proj_", "in_proj_")])
+def test_the_type_of_attention_tells_the_packing_whatever_its_module_is_called(name, old, new):
+    config = VARIANTS[name]
+    model = ours(config)
+    same(from_original(config, {k.replace(f"self_attention.{old}", f"self_attention.{new}"): v for k, v in theirs(model, config).items()}), model)
+
+
+def test_a_classifier_saved_with_the_head_of_pretraining():
+    for name in ("bert-c5, flash", "bert-base"):
+        config = VARIANTS[name]
+        model = ours(config, 3)
+        same(from_original(config, {k: v for k, v in theirs(ours(config), config).items() if k.startswith(("prediction_head", "decoder.bias"))} | theirs(model, config)), model)
+
+
+def test_switches_that_are_off_and_keys_of_the_first_version_in_a_later_one():
+    config = VARIANTS["crammed-bert"]
+    model = ours(config)
+    state = theirs(model, config)
+    same(from_original(config | V1 | dict(something_new=None, another=False), state), model)      # crammed-bamboo is such a one
+    with pytest.raises(CramError, match="something_new"): from_original(config | dict(something_new=1), state)
+
+
+def test_half_precision_weights_are_taken():
+    for dtype in (torch.bfloat16, torch.float16):
+        config = VARIANTS["crammed-bert"] | dict(hidden_size=24, embedding=VARIANTS["crammed-bert"]["embedding"] | dict(embedding_dim=24))
+        c = CrammedBertConfig(vocab_size=50, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, max_position_embeddings=24)
+        state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in theirs(CrammedBertForMaskedLM(c), config).items() if "norm_factor" not in k}
+        state |= {f"encoder.layers.{i}.attn.self_attention.norm_factor": torch.tensor(6**-.5, dtype=dtype) for i in range(2)}
+        assert from_original(config, state).dtype == torch.float32
+
+
+def test_padding_is_learnt_in_transformers_own_bert_of_the_original():
+    model = BertForMaskedLM(BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, pad_token_id=None)).eval()
+    got = from_original(dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, pad_token_id=0), model.state_dict())
+    ids = torch.tensor([[0, 0, 5, 6]])
+    for m in (model, got): m(ids, labels=ids).loss.backward()
+    torch.testing.assert_close(*(m.get_input_embeddings().weight.grad for m in (got, model)))
+
+
 @pytest.mark.parametrize("config, message", [
     (arch(nested=dict(attention=dict(type="fourier"))), "attention.type=fourier"), (arch(nonlin="ReLU"), "nonlin=ReLU"), (arch(norm="ScaleNorm"), "norm=ScaleNorm"), (arch(hidden_sise=3), "hidden_sise.*Did you mean 'hidden_size'"),
     (arch(True, recurrent_layers=2), "recurrent_layers=2"), (arch(nested=dict(embedding=dict(embedding_dim=16))), "factorised"), (arch(nested=dict(attention=dict(sequence_op="cumsum"))), "sequence_op=cumsum"),
-    (arch(nested=dict(attention=dict(causal_attention=True))), "causal_attention=True"), (arch(nested=dict(classification_head=dict(pooler="lse"))), "pooler=lse"), (arch(True, norm="RMSNorm"), "length of a vector"),
+    (arch(nested=dict(attention=dict(causal_attention=True))), "causal_attention=True"), (arch(nested=dict(classification_head=dict(pooler="lse"))), "pooler=lse"), (arch(num_transformer_layers="2"), "num_transformer_layers='2'"), (arch(attention="self-attention"), "attention='self-attention'"), (arch(nonlin="SiLUglu", skip_head_transform=False), "nonlin=SiLUglu stands in the head"), (arch(True, norm="RMSNorm"), "length of a vector"),
     ({k: v for k, v in arch().items() if k != "hidden_size"}, "misses hidden_size"), ("crammed-bert", "not a dict"), (arch(nested=dict(attention=dict(rotary_embedding="llama"))), "rotary_embedding=llama")])
 def test_architectures_that_cannot_be_repeated_are_named(config, message):
     with pytest.raises(CramError, match=message): from_original(config, theirs(ours(VARIANTS["crammed-bert"]), VARIANTS["crammed-bert"]))

@@ -392,10 +392,17 @@ def test_replay_is_plain_torch():
     torch.testing.assert_close(weights(ours), weights(twin), atol=1e-5, rtol=0)
 
 
+def test_replay_takes_any_iterable_and_says_when_there_is_no_update():
+    passes = [(b.input_ids, b.labels) for b in (batches(8*i, 8, i) for i in range(2))]
+    assert len(replay(model(), iter(passes), recipe("bert-o4", scheduler="constant"))) == 2
+    for per_update, given in ((3, passes), (0, passes), (1, [])):
+        with pytest.raises(CramError, match="do not make one update"): replay(model(), given, recipe("bert-o4"), per_update=per_update)
+
+
 def test_the_example_in_the_documentation_runs():
     code = cramnb.train.__doc__.split("constant rate:\n")[1].split("\nDocs:")[0]
     names = {}
-    exec("\n".join(line.removeprefix("    ") for line in code.splitlines()), names)
+    exec("\n".join(line.removeprefix("    ") for line in code.splitlines() if line.startswith("    ")), names)
     assert len(names["losses"]) == 6 and all(loss > 0 for loss in names["losses"])
 
 

@@ -53,10 +53,21 @@ def test_no_step_in_the_curve(name):
     ("triangle2", "budget-triangle2"), ("budget_triangle2", "budget-triangle2"), ("one-cycle", "budget-one-cycle"), ("cosine-decay", "budget-cosine-decay"),
     ("linear", "budget-linear"), ("polynomial-decay", "budget-polynomial"), ("polynomial", "budget-polynomial"), ("constant", "budget-constant"),
     ("constant_with_warmup", "budget-constant"), ("cosine", "budget-cosine-decay"), ("cosine_with_restarts", "budget-cosine-decay"),
-    ("inverse-sqrt", "budget-inverse-sqrt"), ("ramp", "budget-ramp"), ("none", "none"), ("wsd", "wsd"), ("cosine-annealing", "budget-cosine-annealing")])
+    ("inverse-sqrt", "budget-inverse-sqrt"), ("ramp", "budget-ramp"), ("none", "none"), ("wsd", "wsd"), ("cosine-annealing", "budget-cosine-annealing"), ("budget-wsd", "wsd"), ("budget-cosine", "budget-cosine-decay")])
 def test_names_as_users_of_the_original_type_them(typed, meant):
     assert schedule_name(typed) == meant
     assert lr_factor(typed, .3, warmup=.05) == lr_factor(meant, .3, warmup=.05)
+
+
+def test_cycles_begin_where_they_should_to_the_last_bit():
+    for warmup in (0, .05, .06, .1, .2, .25, .3, .4):
+        for cycle in range(5): assert lr_factor("budget-cosine-annealing", warmup + (1-warmup)*cycle/4, warmup=warmup) == pytest.approx(1), (warmup, cycle)
+
+
+def test_any_number_goes_in_and_a_float_comes_out():
+    import numpy as np
+    import torch
+    assert [type(lr_factor("linear", x)) for x in (np.float32(.5), torch.tensor(.5), 1)] == [float]*3
 
 
 def test_hugging_face_schedules_agree():
