@@ -255,7 +255,7 @@ def read_file(
     except ImportError: raise CramError(f"{path} is compressed with zstandard: `pip install zstandard` to read it.") from None
     except Exception as e: raise CramError(f"{path} is damaged or cut short: {str(e).rstrip('.') or type(e).__name__}.") from e
 
-# %% ../nbs/01_corpus.ipynb #c0bd4f53
+# %% ../nbs/01_corpus.ipynb #66947c32
 def find_files(
     spec:str,           # file, folder or glob; several separated by commas
 )->list[Path]:          # sorted, folders searched to the bottom
@@ -263,7 +263,8 @@ def find_files(
     found = []
     for part in filter(None, (s.strip() for s in spec.split(','))):
         path = Path(part).expanduser()
-        hits = [p for p in path.rglob('*') if p.is_file() and not any(s.startswith('.') for s in p.relative_to(path).parts)] if path.is_dir() else [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+        if path.is_dir(): hits = [p for p in path.rglob('*') if p.is_file() and not any(s.startswith('.') for s in p.relative_to(path).parts)]
+        else: hits = [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
         if not hits: raise FileNotFoundError(f"data.files={part}: there is no such file, and no folder or pattern with files in it.")
         found += sorted(p for p in hits if path.is_file() or _kind(p))
     if not found: raise CramError(f"data.files={spec or '(empty)'} names no text: give files or folders of {', '.join(READERS)} (also .gz and .zst), or set CRAMNB_DATA.")
@@ -290,8 +291,11 @@ def choose_files(
     by = {s: [p for p in paths if split_of(p) == s] for s in ('train', 'heldout', '')}
     return (by['train'] or by[''] or paths), (by['heldout'] if by['train'] or by[''] else [])
 
-# %% ../nbs/01_corpus.ipynb #a69fd39b
-def open_hub(data, report):
+# %% ../nbs/01_corpus.ipynb #2cd7e42c
+def open_hub(
+    data:Data,          # reads hub_path, hub_name, hub_split, hub_revision
+    report:Report,      # is told when a conversion is read instead of the set
+):                      # an `IterableDataset` of records, streamed
     "Open a data set as a stream; where a set is a script, which `datasets` refuses, take the hub's own conversion."
     from datasets import load_dataset
     common = dict(split=data.hub_split, streaming=True)
@@ -405,12 +409,14 @@ def deduplicate(
     kept = np.where(cut_start, ord(' '), raw)[~repeated | cut_start]
     return [re.sub(' {2,}', ' ', part.decode('utf-8', 'ignore')).strip() for part in kept.astype(np.uint8).tobytes().split(b'\x00')]
 
-# %% ../nbs/01_corpus.ipynb #a6742609
+# %% ../nbs/01_corpus.ipynb #0c16552d
 class Seen:
     "A set of 64-bit checksums in memory that never grows (a Bloom filter): it forgets nothing, and seldom claims to know a stranger."
-    def __init__(self, megabytes:int=256): self.row = np.zeros(megabytes*2**20, np.uint8)
+    def __init__(self,
+        megabytes:int=256,  # of memory, from the first checksum to the last
+    ): self.row = np.zeros(megabytes*2**20, np.uint8)
 
-    def places(self, keys:np.ndarray)->np.ndarray:   # uint64 [n] -> [n, 8], bits of the row
+    def places(self, keys:np.ndarray)->np.ndarray:   # uint64 [n] -> [n, 8], numbers of bits
         mix = (keys ^ (keys >> np.uint64(33))) * np.uint64(0xff51afd7ed558ccd)
         step = (mix ^ (mix >> np.uint64(29))) | np.uint64(1)
         return (mix[:, None] + np.arange(8, dtype=np.uint64)*step[:, None]) % np.uint64(8*len(self.row))
@@ -429,10 +435,13 @@ class Seen:
         np.bitwise_or.at(self.row, at >> np.uint64(3), np.left_shift(1, (at & np.uint64(7)).astype(np.uint8), dtype=np.uint8))
         return again
 
-# %% ../nbs/01_corpus.ipynb #e2069359
+# %% ../nbs/01_corpus.ipynb #88571bd2
 class Paragraphs:
     "The second look: cut paragraphs that stood in an earlier shard. Memory is fixed; what was never a whole line is not found."
-    def __init__(self, threshold:int, megabytes:int=256): self.threshold, self.seen = threshold, Seen(megabytes)
+    def __init__(self,
+        threshold:int,      # bytes; shorter paragraphs are left alone
+        megabytes:int=256,  # of memory, see `Seen`
+    ): self.threshold, self.seen = threshold, Seen(megabytes)
 
     def _keys(self, lines):
         digest = lambda line: hashlib.blake2b(line.encode('utf-8', 'replace'), digest_size=8).digest()
@@ -475,10 +484,14 @@ def signatures(
     drawn = [m.hashvalues for m in MinHash.generator(sets, num_perm=lotteries, hashfunc=int)]
     return np.array(drawn, np.uint64).reshape(len(texts), lotteries)
 
-# %% ../nbs/01_corpus.ipynb #35f82ba6
+# %% ../nbs/01_corpus.ipynb #ce9fe8e9
 class NearDuplicates:
     "Find documents whose wording an earlier one had, by MinHash and bands (datasketch); memory is fixed."
-    def __init__(self, threshold:float, megabytes:int=256, lotteries:int=128):
+    def __init__(self,
+        threshold:float,    # Jaccard's index, 0 to 1
+        megabytes:int=256,  # of memory, see `Seen`
+        lotteries:int=128,  # length of a signature
+    ):
         from datasketch import MinHashLSH
         index = MinHashLSH(threshold, num_perm=lotteries)     # knows the bands that put the step at `threshold`
         self.bands, self.width, self.lotteries, self.seen = index.b, index.r, lotteries, Seen(megabytes)
