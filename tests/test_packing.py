@@ -504,7 +504,7 @@ def test_a_killed_build_goes_on_from_its_finished_shards(cores, kills, texts, tm
         partial = Path(f"{folder}.partial")
         if (partial/"read.json").exists():
             for path in [*partial.glob("*/[0-9]*.json"), *partial.glob("*/[0-9]*.np?")]:
-                if path.suffix != ".tmp": written.setdefault(path, set()).add(path.stat().st_ino)
+                if path.suffix != ".tmp" and path.parent.name != "seen": written.setdefault(path, set()).add(path.stat().st_ino)    # `seen` goes just before its shard: killed in between, both come again
     p = server().Process(target=_in_shards, args=(texts, tmp_path/"killed"))
     p.start(); p.join()
     c = load_corpus(folder)
