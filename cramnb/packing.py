@@ -596,7 +596,7 @@ class Helpers:
         while not self.processes.empty():
             with self.processes.get() as p: p.kill()
 
-# %% ../nbs/03_packing.ipynb #feb6cbd1
+# %% ../nbs/03_packing.ipynb #38a5c28b
 @patch
 def _one(self:Helpers, task, n):
     "A shard by the next free helper, or by this process."
@@ -611,6 +611,7 @@ def _one(self:Helpers, task, n):
     name, message, number = json.loads(reply)
     raise CramError(message) if name == 'CramError' else OSError(number, message) if number else RuntimeError(f'{name}: {message}')
 
+# %% ../nbs/03_packing.ipynb #cba73ba5
 @patch
 def do(
     self:Helpers,
@@ -895,7 +896,7 @@ def _blocks(stream, size, limit, data):
         if limit is not None and total + len(rest) >= limit: break
     if len(rest): yield rest
 
-# %% ../nbs/03_packing.ipynb #78124264
+# %% ../nbs/03_packing.ipynb #9e594e74
 def _split(parts, share, heldout):
     "Part by part, the rows that are held out, or the others: a row's own checksum decides."
     for path in sorted(parts.glob('*.arrow')):
@@ -903,6 +904,7 @@ def _split(parts, share, heldout):
         picked = np.array([zlib.crc32(r.tobytes()) % 100_000 < share*100_000 for r in rows], bool) == heldout
         if picked.any(): yield rows[picked]
 
+# %% ../nbs/03_packing.ipynb #28d56c3f
 def ready_stage(
     data:Data,          # reads hub_path, hub_name, hub_split, max_rows, heldout
     folder:Path,        # of the build
