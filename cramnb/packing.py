@@ -14,7 +14,7 @@ __all__ = ['BLOCK', 'WINDOW', 'ORDERS', 'FORMAT', 'WORD', 'TASKS', 'KEPT', 'pack
            'clean_stage', 'order_rows', 'token_stage', 'examples', 'data_card', 'load_corpus', 'DiskFull',
            'prepare_corpus', 'fetch_tokenizer', 'ready_stage']
 
-# %% ../nbs/03_packing.ipynb #779b7ad9
+# %% ../nbs/03_packing.ipynb #18e4bca3
 import errno, hashlib, io, json, os, queue, re, shutil, subprocess, sys, unicodedata, zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +24,7 @@ from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 
 import datasets
 import numpy as np
@@ -579,11 +580,11 @@ def helper(folder:str):
         try: TASKS[task](data, Path(folder), int(n)); print('done', flush=True)
         except Exception as e: print(json.dumps(['CramError' if isinstance(e, CramError) else type(e).__name__, str(e), getattr(e, 'errno', None)]), flush=True)
 
-# %% ../nbs/03_packing.ipynb #951aece2
+# %% ../nbs/03_packing.ipynb #a40d901d
 class Helpers:
     "Processes that share the shards of a build; none where one core or few shards make them not worth starting."
     def __init__(self, data:Data, folder:Path, shards:int, least:int=4):
-        self.data, self.folder, self.processes = data, folder, queue.Queue()
+        self.data, self.folder, self.processes, self.own = data, folder, queue.Queue(), Lock()
         n = min(_cores(), shards)
         for _ in range(n if n > 1 and shards >= least else 0): self.processes.put(self._start())
 
@@ -596,7 +597,7 @@ class Helpers:
         while not self.processes.empty():
             with self.processes.get() as p: p.kill()
 
-# %% ../nbs/03_packing.ipynb #38a5c28b
+# %% ../nbs/03_packing.ipynb #0efbd794
 @patch
 def _one(self:Helpers, task, n):
     "A shard by the next free helper, or by this process."
@@ -607,7 +608,8 @@ def _one(self:Helpers, task, n):
     except BrokenPipeError: reply = ''
     finally: self.processes.put(p)
     if reply == 'done': return
-    if not reply: return TASKS[task](self.data, self.folder, n)
+    if not reply:
+        with self.own: return TASKS[task](self.data, self.folder, n)        # its encoder is not for two threads at once
     name, message, number = json.loads(reply)
     raise CramError(message) if name == 'CramError' else OSError(number, message) if number else RuntimeError(f'{name}: {message}')
 
