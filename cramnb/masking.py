@@ -25,9 +25,9 @@ def mask_count(
     "How many tokens of a row are asked for: exactly so many, so that shapes never change."
     return max(1, round(mlm_probability*seq_length))
 
-# %% ../nbs/04_masking.ipynb #f87acb85
+# %% ../nbs/04_masking.ipynb #2e322c3c
 class Masked(NamedTuple):
-    "A masked batch. `positions` says where to look, so that the decoder runs there and nowhere else."
+    "A masked batch. `positions` says where to look, so that words are predicted there and nowhere else."
     input_ids:Tensor   # (B, T) int64, what the model reads
     labels:Tensor      # (B, T) int64, what it is asked; -100 where nothing is asked
     positions:Tensor   # (B, k) int64, the asked columns of each row, ascending
@@ -76,6 +76,21 @@ def microbatch_generator(
     "Randomness that depends on seed and number alone: a resumed run draws the same masks without having to save a state."
     return torch.Generator(device).manual_seed((seed*1_000_003 + number) % 2**63)
 
+# %% ../nbs/04_masking.ipynb #d3058262
+def span_starts(
+    words:Tensor,           # (B, T) bool - where a word begins, the first column always
+    generator:torch.Generator|None=None,  # on the same device
+    p:float=0.2,            # of the geometric law
+    longest:int=10,         # words of the longest span
+)->Tensor:                  # (B, T) bool - where a span begins
+    "Cut rows into spans of 1 to `longest` whole words, with geometric lengths (SpanBERT, Joshi et al. 2019, section 3.1)."
+    chances = torch.tensor([p*(1-p)**n for n in range(longest)], dtype=torch.float64)
+    draw = torch.rand(words.shape, generator=generator, device=words.device)
+    length = 1 + torch.bucketize(draw, (chances.cumsum(0)/chances.sum())[:-1].float().to(words.device), right=True)
+    begin = (length.cumsum(1) - length).clamp(max=words.shape[1])          # the number of the word with which each span begins
+    at_word = torch.zeros(len(words), words.shape[1]+1, dtype=torch.bool, device=words.device).scatter(1, begin, True)
+    return words & at_word.gather(1, words.cumsum(1) - 1)
+
 # %% ../nbs/04_masking.ipynb #1915aba5
 MASKINGS = ('token', 'whole-word', 'span')
 
@@ -98,21 +113,6 @@ def _pick_together(ids, draw, room, masking, n_special, low, starts_word, genera
 def _first(begins, column):
     "(B, T) the column in which the word or span of each token begins."
     return torch.where(begins, column, 0).cummax(1).values
-
-# %% ../nbs/04_masking.ipynb #d3058262
-def span_starts(
-    words:Tensor,           # (B, T) bool - where a word begins, the first column always
-    generator:torch.Generator|None=None,  # on the same device
-    p:float=0.2,            # of the geometric law
-    longest:int=10,         # words of the longest span
-)->Tensor:                  # (B, T) bool - where a span begins
-    "Cut rows into spans of 1 to `longest` whole words, with geometric lengths (SpanBERT, Joshi et al. 2019, section 3.1)."
-    chances = torch.tensor([p*(1-p)**n for n in range(longest)], dtype=torch.float64)
-    draw = torch.rand(words.shape, generator=generator, device=words.device)
-    length = 1 + torch.bucketize(draw, (chances.cumsum(0)/chances.sum())[:-1].float().to(words.device), right=True)
-    begin = (length.cumsum(1) - length).clamp(max=words.shape[1])          # the number of the word with which each span begins
-    at_word = torch.zeros(len(words), words.shape[1]+1, dtype=torch.bool, device=words.device).scatter(1, begin, True)
-    return words & at_word.gather(1, words.cumsum(1) - 1)
 
 # %% ../nbs/04_masking.ipynb #f4088c44
 def mask_rate_at(

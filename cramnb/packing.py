@@ -11,10 +11,10 @@ __all__ = ['BLOCK', 'WINDOW', 'ORDERS', 'FORMAT', 'WORD', 'TASKS', 'KEPT', 'pack
            'Corpus', 'sentence_counts', 'token_lengths', 'order_keys', 'keyed', 'in_order', 'store_key', 'store_folder',
            'original_key', 'original_config', 'original_source', 'write_whole', 'write_array', 'write_json', 'Shards',
            'read_stage', 'by_words', 'split_words', 'learn_words', 'sampled', 'Encoder', 'helper', 'Helpers',
-           'clean_stage', 'token_stage', 'order_rows', 'fetch_tokenizer', 'ready_stage', 'examples', 'data_card',
-           'load_corpus', 'prepare_corpus', 'DiskFull']
+           'clean_stage', 'order_rows', 'token_stage', 'examples', 'data_card', 'load_corpus', 'DiskFull',
+           'prepare_corpus', 'fetch_tokenizer', 'ready_stage']
 
-# %% ../nbs/03_packing.ipynb #f160ed82
+# %% ../nbs/03_packing.ipynb #18e4bca3
 import errno, hashlib, io, json, os, queue, re, shutil, subprocess, sys, unicodedata, zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -24,10 +24,12 @@ from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 
 import datasets
 import numpy as np
 import pyarrow as pa
+from fastcore.basics import patch
 from filelock import FileLock, Timeout
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
@@ -100,21 +102,8 @@ class Rows:
         for p in np.unique(part): out[part == p] = self.parts[p][index[part == p] - self.starts[p]]
         return out
 
-# %% ../nbs/03_packing.ipynb #725beabe
+# %% ../nbs/03_packing.ipynb #f3debb4a
 BLOCK, WINDOW = 256, 64     # rows of a block, blocks that are mixed with one another
-
-def row_order(
-    n:int,              # rows
-    epoch:int,          # how often all rows have been seen
-    seed:int,           # of the run
-    start:int=0,        # first place in the epoch
-    stop:int|None=None, # end of the places (None: of the epoch)
-)->np.ndarray:          # int64 [stop-start], row numbers; over a whole epoch a permutation
-    "The order of an epoch, a function of seed and epoch alone: blocks of rows are shuffled, then the rows of 64 blocks at a time."
-    starts, stop = _windows(n, epoch, seed)[1], n if stop is None else min(stop, n)
-    first, last = np.searchsorted(starts, (start, max(stop-1, start)), 'right') - 1
-    rows = np.concatenate([_window(n, epoch, seed, w) for w in range(first, last+1)])
-    return rows[start-starts[first]:stop-starts[first]]
 
 @lru_cache(4)
 def _windows(n, epoch, seed):
@@ -130,7 +119,21 @@ def _window(n, epoch, seed, w):
     rows = (blocks[:, None]*BLOCK + np.arange(BLOCK)).reshape(-1)
     return np.random.default_rng([seed, epoch, w]).permutation(rows[rows < n])
 
-# %% ../nbs/03_packing.ipynb #feb4e01c
+# %% ../nbs/03_packing.ipynb #d03c9654
+def row_order(
+    n:int,              # rows
+    epoch:int,          # how often all rows have been seen
+    seed:int,           # of the run
+    start:int=0,        # first place in the epoch
+    stop:int|None=None, # end of the places (None: of the epoch)
+)->np.ndarray:          # int64 [stop-start], row numbers; over a whole epoch a permutation
+    "The order of an epoch, a function of seed and epoch alone: blocks of rows are shuffled, then the rows of 64 blocks at a time."
+    starts, stop = _windows(n, epoch, seed)[1], n if stop is None else min(stop, n)
+    first, last = np.searchsorted(starts, (start, max(stop-1, start)), 'right') - 1
+    rows = np.concatenate([_window(n, epoch, seed, w) for w in range(first, last+1)])
+    return rows[start-starts[first]:stop-starts[first]]
+
+# %% ../nbs/03_packing.ipynb #d1f0b633
 @dataclass
 class Corpus:
     "A prepared corpus: rows to train on, rows and documents held out, the tokenizer, and how it all came about."
@@ -141,7 +144,7 @@ class Corpus:
     card:dict                          # counts of every step
 
     def batch(self, start:int, n:int, seed:int)->np.ndarray:
-        "Rows `start` to `start+n` of the endless stream of epochs, integer [n, T]."
+        "Rows `start` to `start+n` of the endless stream of epochs, integer [n, T]; the same for the same seed."
         size, picked = len(self.rows), []
         while n:
             epoch, place = divmod(start, size)
@@ -155,25 +158,31 @@ class Corpus:
         if self.card.get('data', {}).get('ordering', 'randomized') != 'randomized': return np.arange(start, stop)
         return row_order(len(self.rows), epoch, seed, start, stop)
 
-    def document_ids(self, rows:np.ndarray)->np.ndarray:
-        "A number for each token's document within its row, int64 [n, T]: what block-diagonal attention needs. A [SEP] belongs to the document that it ends. Raises CramError without [SEP]."
-        if not self.card.get('data', {}).get('include_sep', True): raise CramError("data.include_sep=False leaves no mark where a document ends: block-diagonal attention needs data.include_sep=True.")
-        ends = rows == self.tokenizer.sep_token_id
-        return np.cumsum(ends, 1) - ends
-
     def heldout_documents(self)->list[str]:
         "The held-out text, for the downstream suite that is made from it."
         return json.loads((self.folder/'heldout.json').read_text(encoding='utf-8'))
 
-# %% ../nbs/03_packing.ipynb #91f4716e
-ORDERS = dict(sentence='sentence-length', word='word-length', unigram='unigram', fragment='fragment')     # of the original, each also with reverse- in front
+# %% ../nbs/03_packing.ipynb #0c85b9d2
+@patch
+def document_ids(
+    self:Corpus,
+    rows:np.ndarray,    # integer [n, T]
+)->np.ndarray:          # int64 [n, T], counted from 0 within each row
+    "A number for each token's document within its row: what block-diagonal attention needs. A [SEP] belongs to the document that it ends. Raises CramError without [SEP]."
+    if not self.card.get('data', {}).get('include_sep', True): raise CramError("data.include_sep=False leaves no mark where a document ends: block-diagonal attention needs data.include_sep=True.")
+    ends = rows == self.tokenizer.sep_token_id
+    return np.cumsum(ends, 1) - ends
 
+# %% ../nbs/03_packing.ipynb #f6a18ea3
 def sentence_counts(
     rows:np.ndarray,    # integer [n, T]
     period:int,         # id of the token "."
 )->np.ndarray:          # int64 [n]
     "How many sentences end in each row: the key of the original's curriculum, which shows rows with many short sentences first."
     return (rows == period).sum(1)
+
+# %% ../nbs/03_packing.ipynb #a6907478
+ORDERS = dict(sentence='sentence-length', word='word-length', unigram='unigram', fragment='fragment')     # of the original, each also with reverse- in front
 
 def token_lengths(
     tokenizer:PreTrainedTokenizerFast,  # of the rows
@@ -194,6 +203,7 @@ def order_keys(
     if ordering.startswith('word'): return token_lengths(tokenizer)[rows].sum(1)
     return np.log2((counts+1)/(counts+1).sum())[rows].mean(1)
 
+# %% ../nbs/03_packing.ipynb #0591923b
 def keyed(
     values:np.ndarray,  # [n], whole numbers or floats; rows with small ones come first
     start:int,          # number of the first row
@@ -276,7 +286,7 @@ def original_source(**changes)->dict:
     "One source of such a configuration."
     return dict(provider='huggingface', split='train', streaming=True, remove_columns=None, concatenate_successive_entries=0) | changes
 
-# %% ../nbs/03_packing.ipynb #61daa81f
+# %% ../nbs/03_packing.ipynb #c26384b2
 def write_whole(
     path:Path,          # made whole or not at all
     write:Callable,     # write(file) puts the bytes into an open file
@@ -290,6 +300,7 @@ def write_whole(
         os.replace(temporary, path)
     finally: temporary.unlink(missing_ok=True)
 
+# %% ../nbs/03_packing.ipynb #feac291a
 def write_array(
     path:Path,          # an .npy file, made whole or not at all
     array:np.ndarray,   # any
@@ -346,7 +357,7 @@ def read_stage(
     write_json(folder/'read.json', count | dict(reading=report.as_dict()))
     return count | dict(reading=report.as_dict())
 
-# %% ../nbs/03_packing.ipynb #c1fd2d0e
+# %% ../nbs/03_packing.ipynb #648dbfc1
 def _as_bytes(texts):
     "Texts in one array of bytes, with a zero between them."
     return np.frombuffer(b'\x00'.join(t.encode('utf-8', 'replace') for t in texts), np.uint8)
@@ -357,6 +368,7 @@ def _without(raw, repeated):
     kept = np.where(begins, ord(' '), raw)[~repeated | begins].astype(np.uint8)
     return [re.sub(' {2,}', ' ', part.decode('utf-8', 'ignore')).strip() for part in kept.tobytes().split(b'\x00')]
 
+# %% ../nbs/03_packing.ipynb #add70ca3
 def _source(folder):
     "The texts as they are after all looks for repeats."
     return Shards(folder/('distinct' if (folder/'distinct').is_dir() else 'unique'))
@@ -382,6 +394,26 @@ def _held_texts(data, folder):
         seen = np.bitwise_or.reduce([np.load(p) for p in sorted((folder/'seen').glob('*.npy'))])
         held = _without(raw, np.unpackbits(seen, count=len(raw)).astype(bool))
     return [t for t, again in zip(held, near) if t and not again]
+
+# %% ../nbs/03_packing.ipynb #999d5813
+def _second_look(data, folder, total, progress):
+    "What one shard alone cannot know: paragraphs that stood in an earlier shard, and documents that read like an earlier one. A stopped build shows what it had kept to both memories again."
+    paragraphs, megabytes = data.deduplicate and total > 1, min(256, 4*total)      # enough for ten million documents; then strangers begin to look familiar
+    if not paragraphs and not data.near_duplicates: return
+    unique, kept, look = Shards(folder/'unique'), Shards(folder/'distinct'), Paragraphs(data.deduplication_threshold, megabytes)
+    near = NearDuplicates(data.near_duplicates, megabytes) if data.near_duplicates else None
+    for n in range(total):
+        if n < len(kept): texts = kept[n]
+        else:
+            texts = [t for t in look.cut(unique[n]) if t] if paragraphs else unique[n]
+            again = near.known(texts) | NearDuplicates(data.near_duplicates, 16).add(texts) if near else np.zeros(len(texts), bool)
+            if n == 0: write_json(folder/'dropped-near-duplicates.json', [t[:200] for t, seen in zip(texts, again) if seen][:3])
+            texts = [t for t, seen in zip(texts, again) if not seen]
+            kept.write(n, texts)
+            progress('looking across shards', n+1, total)
+        if paragraphs: look.add(texts)
+        if near: near.add(texts)
+    if near: write_json(folder/'held-near.json', near.known(json.loads((folder/'held.json').read_text(encoding='utf-8'))).tolist())
 
 # %% ../nbs/03_packing.ipynb #1e437596
 WORD = re.compile(r'[^\t\n\x0b\x0c\r !-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]')   # in ASCII text: a run of other characters, or one punctuation mark
@@ -436,7 +468,7 @@ def learn_words(
     dressed.backend_tokenizer.model = models.WordPiece(vocab, unk_token='[UNK]', max_input_chars_per_word=100)
     return PreTrainedTokenizerFast(tokenizer_object=dressed.backend_tokenizer, model_max_length=data.seq_length, model_input_names=dressed.model_input_names, **dressed.special_tokens_map)
 
-# %% ../nbs/03_packing.ipynb #5e50a86d
+# %% ../nbs/03_packing.ipynb #3854f3f0
 def sampled(
     chars:np.ndarray,   # [n], characters of each document of a shard
     limit:float,        # characters that this shard may give
@@ -444,6 +476,7 @@ def sampled(
     "Which documents of a shard go into the sample that a vocabulary is learnt from."
     return np.cumsum(chars) - chars <= limit
 
+# %% ../nbs/03_packing.ipynb #6b8734d0
 def _learn(data, folder, n_shards, keep, vocab_size=None, limit=100_000_000):
     "A tokenizer from an even sample of the documents that `keep(n)` marks."
     if not by_words(data):
@@ -467,7 +500,7 @@ class _Again:
     def __init__(self, start): self.start = start
     def __iter__(self): return iter(self.start())
 
-# %% ../nbs/03_packing.ipynb #1c4f9807
+# %% ../nbs/03_packing.ipynb #6056f440
 class Encoder:
     "Tokens of a shard: each different word is cut once, or the tokenizer reads everything where words cannot be told apart."
     def __init__(self, tokenizer:PreTrainedTokenizerFast, data:Data, folder:Path):
@@ -488,34 +521,37 @@ class Encoder:
         lengths = np.array(self.lengths)
         return np.fromiter(map(self.known.__getitem__, words), np.int64, len(words)), lengths, np.cumsum(lengths)-lengths, self.pieces[0]
 
-    def shard(self, n:int)->tuple[np.ndarray,np.ndarray]:
-        "The ribbon of tokens of a shard, uint32 [n], without [CLS], and where each document ends in it."
-        if not by_words(self.data):
-            texts = _source(self.folder)[n]
-            ids = [i[self.data.include_cls:] for i in encode(self.tokenizer, texts)]
-            return np.concatenate([np.zeros(0, np.uint32), *(np.array(i, np.uint32) for i in ids)]), np.cumsum([len(i) for i in ids], dtype=np.int64)
-        s = _load(self.folder/'words'/f'{n:05d}.npz')
-        number, lengths, starts, pieces = self._table(s['words'].tobytes().decode().split('\n'))
-        word = np.insert(number[s['ids']], s['ends'], 0)                              # [SEP] after each document
-        length = lengths[word]
-        ends = np.cumsum(length)
-        place = np.repeat(starts[word] - (ends-length), length) + np.arange(length.sum())
-        return pieces[place], ends[s['ends'] + np.arange(len(s['ends']))]
+# %% ../nbs/03_packing.ipynb #aacd9111
+@patch
+def shard(
+    self:Encoder,
+    n:int,              # of the shard
+)->tuple[np.ndarray,np.ndarray]:  # uint32 [tokens], int64 [documents] where each document ends among them
+    "The ribbon of tokens of a shard, without [CLS]."
+    if not by_words(self.data):
+        texts = _source(self.folder)[n]
+        ids = [i[self.data.include_cls:] for i in encode(self.tokenizer, texts)]
+        return np.concatenate([np.zeros(0, np.uint32), *(np.array(i, np.uint32) for i in ids)]), np.cumsum([len(i) for i in ids], dtype=np.int64)
+    s = _load(self.folder/'words'/f'{n:05d}.npz')
+    number, lengths, starts, pieces = self._table(s['words'].tobytes().decode().split('\n'))
+    word = np.insert(number[s['ids']], s['ends'], 0)                              # [SEP] after each document
+    length = lengths[word]
+    ends = np.cumsum(length)
+    place = np.repeat(starts[word] - (ends-length), length) + np.arange(length.sum())
+    return pieces[place], ends[s['ends'] + np.arange(len(s['ends']))]
 
-# %% ../nbs/03_packing.ipynb #7813561c
-def _encoder(data, folder, name):
+# %% ../nbs/03_packing.ipynb #0fe84fce
+@lru_cache(1)
+def _encoder(folder, name, **data):
     "The encoder with the tokenizer of that name, made once a process."
-    if (folder, name) not in _ENCODERS: _ENCODERS.clear(); _ENCODERS[folder, name] = Encoder(AutoTokenizer.from_pretrained(folder/name), data, folder)
-    return _ENCODERS[folder, name]
-
-_ENCODERS = {}
+    return Encoder(AutoTokenizer.from_pretrained(folder/name), Data(**data), folder)
 
 def _judge(data, folder, n):
     "Task: which documents stay, and how many characters they have."
     chars = _load(folder/'words'/f'{n:05d}.npz')['chars']
     keep = np.ones(len(chars), bool)
     if data.trash_cutoff:
-        tokens = np.diff(_encoder(data, folder, 'judge').shard(n)[1], prepend=0) + data.include_cls
+        tokens = np.diff(_encoder(folder, 'judge', **asdict(data)).shard(n)[1], prepend=0) + data.include_cls
         keep = ~is_trash(tokens, chars, data.trash_cutoff)
         if n == 0:
             texts = _source(folder)[0]
@@ -524,7 +560,7 @@ def _judge(data, folder, n):
 
 def _encode(data, folder, n):
     "Task: the tokens of the documents that stay."
-    tokens, ends = _encoder(data, folder, 'tokenizer').shard(n)
+    tokens, ends = _encoder(folder, 'tokenizer', **asdict(data)).shard(n)
     keep = np.load(folder/'keep'/f'{n:05d}.npy')
     if not keep.all(): tokens = tokens[np.repeat(keep, np.diff(ends, prepend=0))]
     write_array(folder/'tokens'/f'{n:05d}.npy', tokens.astype(narrow(data.vocab_size)))
@@ -544,11 +580,11 @@ def helper(folder:str):
         try: TASKS[task](data, Path(folder), int(n)); print('done', flush=True)
         except Exception as e: print(json.dumps(['CramError' if isinstance(e, CramError) else type(e).__name__, str(e), getattr(e, 'errno', None)]), flush=True)
 
-# %% ../nbs/03_packing.ipynb #a03b6742
+# %% ../nbs/03_packing.ipynb #a40d901d
 class Helpers:
     "Processes that share the shards of a build; none where one core or few shards make them not worth starting."
     def __init__(self, data:Data, folder:Path, shards:int, least:int=4):
-        self.data, self.folder, self.processes = data, folder, queue.Queue()
+        self.data, self.folder, self.processes, self.own = data, folder, queue.Queue(), Lock()
         n = min(_cores(), shards)
         for _ in range(n if n > 1 and shards >= least else 0): self.processes.put(self._start())
 
@@ -557,55 +593,47 @@ class Helpers:
         code = 'import sys; from cramnb.packing import helper; helper(sys.argv[1])'
         return subprocess.Popen([sys.executable, '-c', code, str(self.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0, env=env, start_new_session=True)
 
-    def _one(self, task, n):
-        "A shard by the next free helper, or by this process."
-        p = self.processes.get()
-        try:
-            p.stdin.write(f'{task} {n}\n'.encode())
-            reply = p.stdout.readline().decode().strip()
-        except BrokenPipeError: reply = ''
-        finally: self.processes.put(p)
-        if reply == 'done': return
-        if not reply: return TASKS[task](self.data, self.folder, n)
-        name, message, number = json.loads(reply)
-        raise CramError(message) if name == 'CramError' else OSError(number, message) if number else RuntimeError(f'{name}: {message}')
-
-    def do(self, task:str, total:int, stage:str, progress:Callable):
-        "All shards that are not done yet."
-        (self.folder/task).mkdir(exist_ok=True)
-        there = {p.stem for p in (self.folder/task).glob('*.*') if p.suffix != '.tmp'}
-        todo, done = [n for n in range(total) if f'{n:05d}' not in there], len(there)
-        if self.processes.empty(): results = (TASKS[task](self.data, self.folder, n) for n in todo)
-        else: results = (pool := ThreadPoolExecutor(self.processes.qsize())).map(partial(self._one, task), todo)
-        try:
-            for done, _ in enumerate(results, done+1): progress(stage, done, total)
-        finally:
-            if not self.processes.empty(): pool.shutdown(wait=True, cancel_futures=True)
-
     def close(self):
         while not self.processes.empty():
             with self.processes.get() as p: p.kill()
 
-# %% ../nbs/03_packing.ipynb #e2461fe9
-def _second_look(data, folder, total, progress):
-    "What one shard alone cannot know: paragraphs that stood in an earlier shard, and documents that read like an earlier one. A stopped build shows what it had kept to both memories again."
-    paragraphs, megabytes = data.deduplicate and total > 1, min(256, 4*total)      # enough for ten million documents; then strangers begin to look familiar
-    if not paragraphs and not data.near_duplicates: return
-    unique, kept, look = Shards(folder/'unique'), Shards(folder/'distinct'), Paragraphs(data.deduplication_threshold, megabytes)
-    near = NearDuplicates(data.near_duplicates, megabytes) if data.near_duplicates else None
-    for n in range(total):
-        if n < len(kept): texts = kept[n]
-        else:
-            texts = [t for t in look.cut(unique[n]) if t] if paragraphs else unique[n]
-            again = near.known(texts) | NearDuplicates(data.near_duplicates, 16).add(texts) if near else np.zeros(len(texts), bool)
-            if n == 0: write_json(folder/'dropped-near-duplicates.json', [t[:200] for t, seen in zip(texts, again) if seen][:3])
-            texts = [t for t, seen in zip(texts, again) if not seen]
-            kept.write(n, texts)
-            progress('looking across shards', n+1, total)
-        if paragraphs: look.add(texts)
-        if near: near.add(texts)
-    if near: write_json(folder/'held-near.json', near.known(json.loads((folder/'held.json').read_text(encoding='utf-8'))).tolist())
+# %% ../nbs/03_packing.ipynb #0efbd794
+@patch
+def _one(self:Helpers, task, n):
+    "A shard by the next free helper, or by this process."
+    p = self.processes.get()
+    try:
+        p.stdin.write(f'{task} {n}\n'.encode())
+        reply = p.stdout.readline().decode().strip()
+    except BrokenPipeError: reply = ''
+    finally: self.processes.put(p)
+    if reply == 'done': return
+    if not reply:
+        with self.own: return TASKS[task](self.data, self.folder, n)        # its encoder is not for two threads at once
+    name, message, number = json.loads(reply)
+    raise CramError(message) if name == 'CramError' else OSError(number, message) if number else RuntimeError(f'{name}: {message}')
 
+# %% ../nbs/03_packing.ipynb #cba73ba5
+@patch
+def do(
+    self:Helpers,
+    task:str,           # one of TASKS
+    total:int,          # shards
+    stage:str,          # its name in the reports
+    progress:Callable,  # progress(stage, done, total)
+):
+    "Do a task for all shards that are not done yet. Raises what the task raises."
+    (self.folder/task).mkdir(exist_ok=True)
+    there = {p.stem for p in (self.folder/task).glob('*.*') if p.suffix != '.tmp'}
+    todo, done = [n for n in range(total) if f'{n:05d}' not in there], len(there)
+    if self.processes.empty(): results = (TASKS[task](self.data, self.folder, n) for n in todo)
+    else: results = (pool := ThreadPoolExecutor(self.processes.qsize())).map(partial(self._one, task), todo)
+    try:
+        for done, _ in enumerate(results, done+1): progress(stage, done, total)
+    finally:
+        if not self.processes.empty(): pool.shutdown(wait=True, cancel_futures=True)
+
+# %% ../nbs/03_packing.ipynb #8582b0da
 def _save_tokenizer(tokenizer, folder):
     "A folder that is whole or not there."
     shutil.rmtree(beside := folder.with_name(folder.name+'.tmp'), ignore_errors=True)
@@ -615,7 +643,13 @@ def _save_tokenizer(tokenizer, folder):
         raise
     os.replace(beside, folder)
 
-# %% ../nbs/03_packing.ipynb #e399bfd3
+def _dense_enough(texts, data, folder):
+    "Those held-out texts that the judge can compress."
+    if not data.trash_cutoff or not texts: return texts
+    trash = is_trash([len(i) for i in encode(AutoTokenizer.from_pretrained(folder/'judge'), texts)], [len(t) for t in texts], data.trash_cutoff)
+    return [t for t, bad in zip(texts, trash) if not bad]
+
+# %% ../nbs/03_packing.ipynb #a74aebc1
 def clean_stage(
     data:Data,          # reads deduplicate, deduplication_threshold, near_duplicates, trash_cutoff
     folder:Path,        # of the build
@@ -637,32 +671,7 @@ def clean_stage(
     dropped = {p.stem.removeprefix('dropped-'): json.loads(p.read_text(encoding='utf-8')) for p in sorted(folder.glob('dropped-*.json'))}
     return dict(unique=count(chars), distinct=count(chars), clean=count([c[k] for c, k in zip(chars, keep)]), dropped=dropped)
 
-def _dense_enough(texts, data, folder):
-    "Those held-out texts that the judge can compress."
-    if not data.trash_cutoff or not texts: return texts
-    trash = is_trash([len(i) for i in encode(AutoTokenizer.from_pretrained(folder/'judge'), texts)], [len(t) for t in texts], data.trash_cutoff)
-    return [t for t, bad in zip(texts, trash) if not bad]
-
-# %% ../nbs/03_packing.ipynb #cac27f98
-def token_stage(
-    data:Data,          # the recipe's data
-    folder:Path,        # of the build
-    helpers:Helpers,    # who does the work
-    progress:Callable,  # progress(stage, done, total)
-)->dict:                # counts
-    "Learn the vocabulary, encode every shard, pack the rows, and put them in order."
-    total = len(Shards(folder/'text'))
-    progress('learning the vocabulary', 0, 1)
-    if not (folder/'tokenizer').exists(): _save_tokenizer(_learn(data, folder, total, lambda n: np.load(folder/'keep'/f'{n:05d}.npy')), folder/'tokenizer')
-    helpers.do('tokens', total, 'encoding', progress)
-    tokenizer = AutoTokenizer.from_pretrained(folder/'tokenizer')
-    cls_id = tokenizer.cls_token_id if data.include_cls else None
-    count = _pack_shards(data, folder, total, cls_id, progress)
-    held = [ids[data.include_cls:] for ids in encode(tokenizer, json.loads((folder/'heldout.json').read_text(encoding='utf-8')))]
-    count['heldout_rows'] = write_rows([r for r in [pack(held, data.seq_length, cls_id)[0]] if len(r)], folder/'heldout.arrow', data.vocab_size)
-    progress('bringing rows into order', 0, 1)
-    return count | dict(rows=order_rows(data, folder, tokenizer))
-
+# %% ../nbs/03_packing.ipynb #33a03120
 def _pack_shards(data, folder, total, cls_id, progress):
     "Pack what was encoded; the counts are written last and say that the file is whole."
     if (folder/'packed.json').exists(): return json.loads((folder/'packed.json').read_text(encoding='utf-8'))
@@ -703,77 +712,27 @@ def order_rows(
             if limit == 0: return
     return write_rows(first(min(data.max_rows or len(rows), len(rows))), folder/'rows.arrow', data.vocab_size)
 
-# %% ../nbs/03_packing.ipynb #19e35e2b
-def _hub_file(hub_path, name):
-    "A file of a data set on the hub or of a folder in its layout, from its folder `tokenizer` or from the top."
-    local = Path(hub_path).expanduser()
-    if local.is_dir(): return next((p for p in (local/'tokenizer'/name, local/name) if p.exists()), local/'tokenizer'/name)
-    try: return hf_hub_download(hub_path, f'tokenizer/{name}', repo_type='dataset')
-    except EntryNotFoundError: return hf_hub_download(hub_path, name, repo_type='dataset')
-
-def fetch_tokenizer(
-    hub_path:str,       # data set on the hub, or a local folder in its layout
-    folder:Path,        # where to put tokenizer.json and its companions
-)->PreTrainedTokenizerFast:
-    "The tokenizer that lies beside ready-made rows, in a folder `tokenizer` as the original keeps it, or at the top. Raises CramError."
-    folder.mkdir(exist_ok=True)
-    for name in ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json'):
-        try: shutil.copy(_hub_file(hub_path, name), folder/name)
-        except (HfHubHTTPError, EntryNotFoundError, FileNotFoundError, ConnectionError, ValueError) as e:
-            raise CramError(f"data.hub_path={hub_path}: {name} cannot be fetched: {(str(e).splitlines() or [type(e).__name__])[0]} Ready-made rows need their tokenizer.") from None
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    lost = [n for n in ('pad_token', 'mask_token', 'sep_token', 'cls_token') if getattr(tokenizer, n) is None]
-    if lost: raise CramError(f"The tokenizer of {hub_path} has no {', '.join(lost)}.")
-    return tokenizer
-
-def ready_stage(
-    data:Data,          # reads hub_path, hub_name, hub_split, max_rows, heldout
+# %% ../nbs/03_packing.ipynb #d36c85ac
+def token_stage(
+    data:Data,          # the recipe's data
     folder:Path,        # of the build
-    progress:Callable,  # progress(stage, done, total or None)
-    part_rows:int=262_144,  # rows a part: what a stopped download loses at most
+    helpers:Helpers,    # who does the work
+    progress:Callable,  # progress(stage, done, total)
 )->dict:                # counts
-    "Stream ready-made rows into the store. Raises CramError."
-    tokenizer = fetch_tokenizer(data.hub_path, folder/'tokenizer')
-    if len(tokenizer) != data.vocab_size: raise CramError(f"data.vocab_size={data.vocab_size}, but the tokenizer of {data.hub_path} has {len(tokenizer)} entries: set it to that.")
-    parts = folder/'parts'
-    parts.mkdir(exist_ok=True)
-    done = len(list(parts.glob('*.arrow')))
-    try: stream = open_hub(data, Report()).with_format('arrow').skip(done*part_rows)
-    except Exception as e: raise CramError(f"data.hub_path={data.hub_path} cannot be loaded: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
-    limit = data.max_rows or None
-    for n, block in enumerate(_blocks(stream, part_rows, None if limit is None else max(0, limit - done*part_rows), data), done):
-        write_rows([block], parts/f'{n:05d}.arrow', data.vocab_size)
-        progress('fetching rows', n*part_rows + len(block), limit)
-    counts = dict(rows=write_rows(_split(parts, data.heldout, False), folder/'rows.arrow', data.vocab_size), heldout_rows=write_rows(_split(parts, data.heldout, True), folder/'heldout.arrow', data.vocab_size))
-    write_json(folder/'heldout.json', [])
-    return counts
+    "Learn the vocabulary, encode every shard, pack the rows, and put them in order."
+    total = len(Shards(folder/'text'))
+    progress('learning the vocabulary', 0, 1)
+    if not (folder/'tokenizer').exists(): _save_tokenizer(_learn(data, folder, total, lambda n: np.load(folder/'keep'/f'{n:05d}.npy')), folder/'tokenizer')
+    helpers.do('tokens', total, 'encoding', progress)
+    tokenizer = AutoTokenizer.from_pretrained(folder/'tokenizer')
+    cls_id = tokenizer.cls_token_id if data.include_cls else None
+    count = _pack_shards(data, folder, total, cls_id, progress)
+    held = [ids[data.include_cls:] for ids in encode(tokenizer, json.loads((folder/'heldout.json').read_text(encoding='utf-8')))]
+    count['heldout_rows'] = write_rows([r for r in [pack(held, data.seq_length, cls_id)[0]] if len(r)], folder/'heldout.arrow', data.vocab_size)
+    progress('bringing rows into order', 0, 1)
+    return count | dict(rows=order_rows(data, folder, tokenizer))
 
-def _split(parts, share, heldout):
-    "Part by part, the rows that are held out, or the others: a row's own checksum decides."
-    for path in sorted(parts.glob('*.arrow')):
-        rows = Rows(path)[:]
-        picked = np.array([zlib.crc32(r.tobytes()) % 100_000 < share*100_000 for r in rows], bool) == heldout
-        if picked.any(): yield rows[picked]
-
-def _blocks(stream, size, limit, data):
-    "Arrays of `size` rows from a stream of tables, at most `limit` rows in all."
-    rest, total = np.zeros((0, data.seq_length), np.uint32), 0
-    for table in stream.iter(batch_size=4096):
-        if 'input_ids' not in table.column_names: raise CramError(f"{data.hub_path} has no column 'input_ids'; it has {', '.join(table.column_names)}.")
-        flat = table.column('input_ids').combine_chunks()
-        ids = np.asarray((flat.chunk(0) if isinstance(flat, pa.ChunkedArray) else flat).flatten())
-        if len(ids) != len(table)*data.seq_length: raise CramError(f"{data.hub_path}: rows of {len(ids)/max(len(table), 1):g} tokens, but data.seq_length={data.seq_length}.")
-        if len(ids) and ids.max() >= data.vocab_size: raise CramError(f"{data.hub_path}: token {ids.max()} is outside of data.vocab_size={data.vocab_size}.")
-        rest = np.concatenate([rest, ids.reshape(len(table), -1).astype(np.uint32)])
-        if limit is not None: rest = rest[:limit-total]
-        while len(rest) >= size:
-            total += size
-            yield rest[:size]
-            rest = rest[size:]
-        if limit is not None and total + len(rest) >= limit: break
-    if len(rest): yield rest
-
-# %% ../nbs/03_packing.ipynb #cc10bd8a
+# %% ../nbs/03_packing.ipynb #c03b8557
 def examples(
     folder:Path,        # of a corpus
     n:int=3,            # rows
@@ -782,6 +741,7 @@ def examples(
     tokenizer, rows = AutoTokenizer.from_pretrained(folder/'tokenizer'), Rows(folder/'rows.arrow')
     return [tokenizer.decode(r.tolist()) for r in rows[np.linspace(0, len(rows)-1, n).astype(int)]]
 
+# %% ../nbs/03_packing.ipynb #4497e962
 def data_card(
     card:dict,          # of a corpus
 )->str:                 # Markdown, with the metadata that the hub reads
@@ -798,6 +758,7 @@ def data_card(
     for step, shown in c['dropped'].items(): lines += _quoted(f'Dropped by {step}:', shown)
     return '\n'.join(lines + _quoted('Rows that were kept:', card['examples']) + _met(c['reading']))
 
+# %% ../nbs/03_packing.ipynb #896f5c52
 def _size(n): return next(name for limit, name in ((1e3, 'n<1K'), (1e4, '1K<n<10K'), (1e5, '10K<n<100K'), (1e6, '100K<n<1M'), (1e7, '1M<n<10M'), (1e8, '10M<n<100M'), (1e99, '100M<n<1B')) if n < limit)
 
 def _quoted(title, texts): return [title, '', *(f"> {' '.join(t[:300].split())}\n" for t in texts)] if texts else []
@@ -808,7 +769,24 @@ def _met(reading):
     notes += [f"- source {s}: {v['documents']:,} documents, {v['characters']:,} characters" for s, v in reading['sources'].items()]
     return ['Met while reading:', '', *notes, '']
 
-# %% ../nbs/03_packing.ipynb #5053188d
+# %% ../nbs/03_packing.ipynb #f43f9049
+def _for_datasets(build:Path, key:str):
+    "Two small files that make the folder one which `datasets.load_from_disk` reads, so that it can be pushed to the hub."
+    rows = datasets.Dataset.from_file(str(build/'rows.arrow'))
+    rows.info.write_to_directory(str(build))
+    state = dict(_data_files=[dict(filename='rows.arrow')], _fingerprint=key, _format_columns=None, _format_kwargs={}, _format_type=None, _output_all_columns=False, _split='train')
+    write_json(build/'state.json', state)
+
+def _finish(data, build, counts):
+    "Card last: from here on only scraps are left to remove."
+    key = store_key(data)
+    _for_datasets(build, key)
+    files = ('rows.arrow', 'heldout.arrow', 'heldout.json')
+    card = dict(data=asdict(data), counts=counts, key=key, format=FORMAT, examples=examples(build), bytes={f: (build/f).stat().st_size for f in files})
+    (build/'README.md').write_text(data_card(card), encoding='utf-8')
+    write_json(build/'card.json', card)
+
+# %% ../nbs/03_packing.ipynb #2ab1a43a
 def load_corpus(
     folder:Path,        # as `store_folder` gives it
 )->Corpus:
@@ -819,14 +797,7 @@ def load_corpus(
     if wrong: raise CramError(f"{folder} is damaged ({', '.join(wrong)} is not as it was written): delete the folder, and it will be built again.")
     return Corpus(folder, Rows(folder/'rows.arrow'), Rows(folder/'heldout.arrow'), AutoTokenizer.from_pretrained(folder/'tokenizer'), card)
 
-def _for_datasets(build:Path, key:str):
-    "Two small files that make the folder one which `datasets.load_from_disk` reads, so that it can be pushed to the hub."
-    rows = datasets.Dataset.from_file(str(build/'rows.arrow'))
-    rows.info.write_to_directory(str(build))
-    state = dict(_data_files=[dict(filename='rows.arrow')], _fingerprint=key, _format_columns=None, _format_kwargs={}, _format_type=None, _output_all_columns=False, _split='train')
-    write_json(build/'state.json', state)
-
-# %% ../nbs/03_packing.ipynb #4af093c6
+# %% ../nbs/03_packing.ipynb #daf9a476
 def _leave_nothing(build, lock):
     "A mistake of the user leaves no trace on the disk."
     shutil.rmtree(build)
@@ -842,16 +813,23 @@ def _build(data, build, progress)->dict:
     try: return counts | clean_stage(data, build, helpers, progress) | token_stage(data, build, helpers, progress)
     finally: helpers.close()
 
-def _finish(data, build, counts):
-    "Card last: from here on only scraps are left to remove."
-    key = store_key(data)
-    _for_datasets(build, key)
-    files = ('rows.arrow', 'heldout.arrow', 'heldout.json')
-    card = dict(data=asdict(data), counts=counts, key=key, format=FORMAT, examples=examples(build), bytes={f: (build/f).stat().st_size for f in files})
-    (build/'README.md').write_text(data_card(card), encoding='utf-8')
-    write_json(build/'card.json', card)
+# %% ../nbs/03_packing.ipynb #d325138e
+def _lock(folder, progress):
+    "The lock of a corpus, held. Raises CramError where nothing can be written."
+    lock = FileLock(str(folder)+'.lock')
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        progress('waiting for another process', 0, None)
+        lock.acquire()
+    except OSError as e: raise CramError(f"impl.path={folder.parent}: {e.strerror or e}. The corpus {folder.name} is not there yet and cannot be built there: give a folder that can be written.") from None
+    return lock
 
-# %% ../nbs/03_packing.ipynb #55cd0380
+class DiskFull(CramError):
+    "No space left; what was finished is kept."
+
+# %% ../nbs/03_packing.ipynb #7ec8029e
 KEPT = ('rows.arrow', 'heldout.arrow', 'heldout.json', 'tokenizer', 'card.json', 'README.md', 'dataset_info.json', 'state.json')     # of a finished corpus; all else is scrap
 
 def prepare_corpus(
@@ -878,17 +856,75 @@ def prepare_corpus(
         os.replace(build, folder)
     return load_corpus(folder), False
 
-def _lock(folder, progress):
-    "The lock of a corpus, held. Raises CramError where nothing can be written."
-    lock = FileLock(str(folder)+'.lock')
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        progress('waiting for another process', 0, None)
-        lock.acquire()
-    except OSError as e: raise CramError(f"impl.path={folder.parent}: {e.strerror or e}. The corpus {folder.name} is not there yet and cannot be built there: give a folder that can be written.") from None
-    return lock
+# %% ../nbs/03_packing.ipynb #f1187e9f
+def _hub_file(hub_path, name):
+    "A file of a data set on the hub or of a folder in its layout, from its folder `tokenizer` or from the top."
+    local = Path(hub_path).expanduser()
+    if local.is_dir(): return next((p for p in (local/'tokenizer'/name, local/name) if p.exists()), local/'tokenizer'/name)
+    try: return hf_hub_download(hub_path, f'tokenizer/{name}', repo_type='dataset')
+    except EntryNotFoundError: return hf_hub_download(hub_path, name, repo_type='dataset')
 
-class DiskFull(CramError):
-    "No space left; what was finished is kept."
+def fetch_tokenizer(
+    hub_path:str,       # data set on the hub, or a local folder in its layout
+    folder:Path,        # where to put tokenizer.json and its companions
+)->PreTrainedTokenizerFast:
+    "The tokenizer that lies beside ready-made rows, in a folder `tokenizer` as the original keeps it, or at the top. Raises CramError."
+    folder.mkdir(exist_ok=True)
+    for name in ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json'):
+        try: shutil.copy(_hub_file(hub_path, name), folder/name)
+        except (HfHubHTTPError, EntryNotFoundError, FileNotFoundError, ConnectionError, ValueError) as e:
+            raise CramError(f"data.hub_path={hub_path}: {name} cannot be fetched: {(str(e).splitlines() or [type(e).__name__])[0]} Ready-made rows need their tokenizer.") from None
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    lost = [n for n in ('pad_token', 'mask_token', 'sep_token', 'cls_token') if getattr(tokenizer, n) is None]
+    if lost: raise CramError(f"The tokenizer of {hub_path} has no {', '.join(lost)}.")
+    return tokenizer
+
+# %% ../nbs/03_packing.ipynb #4a85cd96
+def _blocks(stream, size, limit, data):
+    "Arrays of `size` rows from a stream of tables, at most `limit` rows in all."
+    rest, total = np.zeros((0, data.seq_length), np.uint32), 0
+    for table in stream.iter(batch_size=4096):
+        if 'input_ids' not in table.column_names: raise CramError(f"{data.hub_path} has no column 'input_ids'; it has {', '.join(table.column_names)}.")
+        flat = table.column('input_ids').combine_chunks()
+        ids = np.asarray((flat.chunk(0) if isinstance(flat, pa.ChunkedArray) else flat).flatten())
+        if len(ids) != len(table)*data.seq_length: raise CramError(f"{data.hub_path}: rows of {len(ids)/max(len(table), 1):g} tokens, but data.seq_length={data.seq_length}.")
+        if len(ids) and ids.max() >= data.vocab_size: raise CramError(f"{data.hub_path}: token {ids.max()} is outside of data.vocab_size={data.vocab_size}.")
+        rest = np.concatenate([rest, ids.reshape(len(table), -1).astype(np.uint32)])
+        if limit is not None: rest = rest[:limit-total]
+        while len(rest) >= size:
+            total += size
+            yield rest[:size]
+            rest = rest[size:]
+        if limit is not None and total + len(rest) >= limit: break
+    if len(rest): yield rest
+
+# %% ../nbs/03_packing.ipynb #9e594e74
+def _split(parts, share, heldout):
+    "Part by part, the rows that are held out, or the others: a row's own checksum decides."
+    for path in sorted(parts.glob('*.arrow')):
+        rows = Rows(path)[:]
+        picked = np.array([zlib.crc32(r.tobytes()) % 100_000 < share*100_000 for r in rows], bool) == heldout
+        if picked.any(): yield rows[picked]
+
+# %% ../nbs/03_packing.ipynb #28d56c3f
+def ready_stage(
+    data:Data,          # reads hub_path, hub_name, hub_split, max_rows, heldout
+    folder:Path,        # of the build
+    progress:Callable,  # progress(stage, done, total or None)
+    part_rows:int=262_144,  # rows a part: what a stopped download loses at most
+)->dict:                # counts
+    "Stream ready-made rows into the store. Raises CramError."
+    tokenizer = fetch_tokenizer(data.hub_path, folder/'tokenizer')
+    if len(tokenizer) != data.vocab_size: raise CramError(f"data.vocab_size={data.vocab_size}, but the tokenizer of {data.hub_path} has {len(tokenizer)} entries: set it to that.")
+    parts = folder/'parts'
+    parts.mkdir(exist_ok=True)
+    done = len(list(parts.glob('*.arrow')))
+    try: stream = open_hub(data, Report()).with_format('arrow').skip(done*part_rows)
+    except Exception as e: raise CramError(f"data.hub_path={data.hub_path} cannot be loaded: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
+    limit = data.max_rows or None
+    for n, block in enumerate(_blocks(stream, part_rows, None if limit is None else max(0, limit - done*part_rows), data), done):
+        write_rows([block], parts/f'{n:05d}.arrow', data.vocab_size)
+        progress('fetching rows', n*part_rows + len(block), limit)
+    counts = dict(rows=write_rows(_split(parts, data.heldout, False), folder/'rows.arrow', data.vocab_size), heldout_rows=write_rows(_split(parts, data.heldout, True), folder/'heldout.arrow', data.vocab_size))
+    write_json(folder/'heldout.json', [])
+    return counts

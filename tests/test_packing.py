@@ -486,6 +486,25 @@ def test_a_helper_that_dies_does_no_harm(texts, corpus, tmp_path, monkeypatch):
     assert killed[0].wait() == -9 and c.card["counts"]["tokens"] == c.card["counts"]["rows"]*64 + c.card["counts"]["tokens_left"]
 
 
+def test_what_dead_helpers_leave_is_done_one_shard_at_a_time(tmp_path, monkeypatch):
+    "The builder has one encoder; two threads that used it at once made wrong tokens or an IndexError."
+    import time
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    def dead(self):
+        p = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        p.wait()
+        return p
+    monkeypatch.setattr(packing.Helpers, "_start", dead)
+    busy, most, done = [], [], []
+    def task(data, folder, n):
+        busy.append(n); most.append(len(busy)); time.sleep(0.02); busy.remove(n); done.append(n)
+    monkeypatch.setitem(packing.TASKS, "words", task)
+    helpers = packing.Helpers(None, tmp_path, 8)
+    helpers.do("words", 8, "splitting words", lambda *_: None)
+    helpers.close()
+    assert sorted(done) == list(range(8)) and max(most) == 1
+
+
 @pytest.mark.parametrize("cores, kills", [("1", 14), ("2", 6)])
 def test_a_killed_build_goes_on_from_its_finished_shards(cores, kills, texts, tmp_path):
     "kill -9 at twenty random moments: finished shards stay as they are, and the result is that of a build in peace."
@@ -504,7 +523,7 @@ def test_a_killed_build_goes_on_from_its_finished_shards(cores, kills, texts, tm
         partial = Path(f"{folder}.partial")
         if (partial/"read.json").exists():
             for path in [*partial.glob("*/[0-9]*.json"), *partial.glob("*/[0-9]*.np?")]:
-                if path.suffix != ".tmp": written.setdefault(path, set()).add(path.stat().st_ino)
+                if path.suffix != ".tmp" and path.parent.name != "seen": written.setdefault(path, set()).add(path.stat().st_ino)    # `seen` goes just before its shard: killed in between, both come again
     p = server().Process(target=_in_shards, args=(texts, tmp_path/"killed"))
     p.start(); p.join()
     c = load_corpus(folder)
