@@ -11,7 +11,7 @@ __all__ = ['random_state', 'set_random_state', 'flatten', 'unflatten', 'sha256',
            'versions', 'checkpoints', 'damage', 'newest_sound', 'load_checkpoint', 'restore', 'best_checkpoint',
            'Keeper']
 
-# %% ../nbs/12_checkpoint.ipynb #ab54d592
+# %% ../nbs/12_checkpoint.ipynb #a9abcc2a
 import hashlib, json, os, platform, random, re, shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -50,7 +51,7 @@ def set_random_state(
     cuda = tensors.pop('#rng_cuda', None)
     if cuda is not None and device.type == 'cuda': torch.cuda.set_rng_state(cuda, device)
 
-# %% ../nbs/12_checkpoint.ipynb #a7ae2910
+# %% ../nbs/12_checkpoint.ipynb #3085ae44
 def flatten(
     state:dict,             # nested state dict of an optimizer
     prefix:str='',          # put before each key
@@ -68,6 +69,7 @@ def flatten(
     plain['#'] = type(state).__name__
     return tensors, plain
 
+# %% ../nbs/12_checkpoint.ipynb #904398c6
 def unflatten(
     tensors:dict[str,Tensor],  # from `flatten`
     plain:dict,                # from `flatten`
@@ -238,7 +240,7 @@ def best_checkpoint(
     if not sound: raise CramError(f"{folder} holds no sound checkpoint.")
     return min(reversed(sound), key=_heldout)
 
-# %% ../nbs/12_checkpoint.ipynb #f8493ce3
+# %% ../nbs/12_checkpoint.ipynb #f5d242b0
 class Keeper:
     "Saves a run when asked; a disk that is full is told once and ends nothing, since the run may outlive the shortage."
     def __init__(self,
@@ -258,15 +260,21 @@ class Keeper:
         "Is this the lowest held-out loss so far, and is the best one to be kept?"
         return self.keep_best and heldout is not None and heldout < self.lowest
 
-    def __call__(self, heldout:float|None=None, must:bool=False)->Path|None:
-        "Save, unless that was done at this update. Raises NotSaved only if it must succeed."
-        if self.last and int(self.last.name[7:]) == self.trainer.state.update: return self.last
-        try: made = save_checkpoint(self.folder, self.trainer, self.keep, self.extra(), heldout if self.keep_best else None)
-        except NotSaved as e:
-            if must: raise
-            if not self.told: self.say(f"{e} The run goes on; make room, and the next checkpoint will be written.")
-            self.told = True
-            return None
-        self.last, self.told = made, False
-        if self.is_best(heldout): self.lowest = heldout
-        return made
+# %% ../nbs/12_checkpoint.ipynb #077d245a
+@patch
+def __call__(
+    self:Keeper,
+    heldout:float|None=None,   # nats per token at this update, where it was measured
+    must:bool=False,           # raise when the disk is full, instead of going on
+)->Path|None:                  # the checkpoint of this update; None where it could not be written
+    "Save, unless that was done at this update. Raises NotSaved only if it must succeed."
+    if self.last and int(self.last.name[7:]) == self.trainer.state.update: return self.last
+    try: made = save_checkpoint(self.folder, self.trainer, self.keep, self.extra(), heldout if self.keep_best else None)
+    except NotSaved as e:
+        if must: raise
+        if not self.told: self.say(f"{e} The run goes on; make room, and the next checkpoint will be written.")
+        self.told = True
+        return None
+    self.last, self.told = made, False
+    if self.is_best(heldout): self.lowest = heldout
+    return made

@@ -12,7 +12,7 @@ Docs: https://cramnb.github.io/cramnb/corpus.html.md"""
 __all__ = ['SPECIMEN', 'PACKAGES', 'READERS', 'LONGEST', 'read_docstrings', 'without_examples', 'python_files', 'docstrings',
            'random_text', 'Report', 'row_filter', 'read_file', 'find_files', 'split_of', 'choose_files', 'open_hub',
            'read_hub', 'mix_parts', 'interleave', 'normalizer', 'repeated_bytes', 'deduplicate', 'Seen', 'Paragraphs',
-           'shingles', 'signatures', 'NearDuplicates', 'is_trash', 'is_heldout', 'join_rows', 'split_long', 'documents',
+           'shingles', 'signatures', 'NearDuplicates', 'is_trash', 'is_heldout', 'split_long', 'join_rows', 'documents',
            'measure', 'source_version', 'dropped_examples']
 
 # %% ../nbs/01_corpus.ipynb #9b2211f6
@@ -37,7 +37,7 @@ SPECIMEN = (
     "is over, and the exam begins."
 )
 
-# %% ../nbs/01_corpus.ipynb #f706331a
+# %% ../nbs/01_corpus.ipynb #ffe1096e
 def read_docstrings(
     path:Path,          # a Python file
 )->list[str]:           # its docstrings of modules, classes and functions, in order of the tree
@@ -50,14 +50,13 @@ def read_docstrings(
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [d for node in ast.walk(tree) if isinstance(node, kinds) and (d := ast.get_docstring(node))]
 
-# %% ../nbs/01_corpus.ipynb #a43f288b
 def without_examples(
     docstring:str,      # of any object
 )->str:                 # its prose
     "Leave out interactive examples: from a line with >>> to the next blank line."
     return re.sub(r'(?m)^[ \t]*>>>.*(?:\n[ \t]*\S.*)*', '', docstring).strip()
 
-# %% ../nbs/01_corpus.ipynb #973ac5ed
+# %% ../nbs/01_corpus.ipynb #eeff88be
 PACKAGES = ('numpy', 'scipy', 'sklearn', 'pandas', 'torch', 'networkx', 'datasets', 'huggingface_hub', 'matplotlib', 'transformers', 'sympy')
 
 def python_files()->Iterator[Path]:
@@ -74,7 +73,6 @@ def docstrings(
     "The built-in corpus: English that is on every machine with Python."
     for path in python_files(): yield from (d for d in map(without_examples, read_docstrings(path)) if len(d) >= min_chars)
 
-# %% ../nbs/01_corpus.ipynb #90490e1c
 def random_text(
     seed:int=0,         # of the draw
 )->Iterator[str]:       # endless documents of made-up words
@@ -152,7 +150,7 @@ def _lines(path, report):
                 report.note('not_utf8', line.count('\ufffd') - raw.count('\ufffd'.encode()), line)
             yield line
 
-# %% ../nbs/01_corpus.ipynb #c0c3eb44
+# %% ../nbs/01_corpus.ipynb #d174d058
 def _read_text(path, wanted, report, size=2000):
     "Cut a text file at blank lines into documents of about `size` characters."
     part, n = [], 0
@@ -162,7 +160,6 @@ def _read_text(path, wanted, report, size=2000):
         if n >= size and not line.strip(): yield 0, {wanted[0]: ''.join(part).strip()}; part, n = [], 0
     yield 0, {wanted[0]: ''.join(part).strip()}
 
-# %% ../nbs/01_corpus.ipynb #1ceb6bb2
 def _read_json(path, wanted, report):
     "One record a line; or, where the file opens with a bracket, one list of records."
     lines = _lines(path, report)
@@ -176,6 +173,7 @@ def _read_json(path, wanted, report):
         except (ValueError, RecursionError) as e: record = f"not JSON ({getattr(e, 'msg', 'too deep')})"
         yield n, record
 
+# %% ../nbs/01_corpus.ipynb #935ebbbc
 def _read_csv(path, wanted, report, delimiter=','):
     "One record a row."
     csv.field_size_limit(2**31 - 1)
@@ -185,7 +183,6 @@ def _read_csv(path, wanted, report, delimiter=','):
 
 def _read_tsv(path, wanted, report): return _read_csv(path, wanted, report, '\t')
 
-# %% ../nbs/01_corpus.ipynb #782d6553
 def _read_parquet(path, wanted, report):
     "One record a row; other columns are not read."
     import pyarrow.parquet as pq
@@ -202,7 +199,7 @@ def _want(wanted, names, path):
 
 READERS = dict(txt=_read_text, md=_read_text, jsonl=_read_json, json=_read_json, csv=_read_csv, tsv=_read_tsv, parquet=_read_parquet)
 
-# %% ../nbs/01_corpus.ipynb #4d460971
+# %% ../nbs/01_corpus.ipynb #a4138c14
 def _problem(record, key):
     "Why a record gives no text; '' where it does. An empty value is no text, and no damage."
     if isinstance(record, str): return record
@@ -211,7 +208,6 @@ def _problem(record, key):
     if not isinstance(record[key] or '', str): return f"{key!r} holds {type(record[key]).__name__}, not text; set data.text_key to another name"
     return ''
 
-# %% ../nbs/01_corpus.ipynb #bf749d28
 def row_filter(
     keep_rows:str,      # such as 'meta.pile_set_name=PhilPapers|EuroParl', or '' for all
 ):                      # (its first key or '', a function of a record that says whether to keep it)
@@ -259,7 +255,7 @@ def read_file(
     except ImportError: raise CramError(f"{path} is compressed with zstandard: `pip install zstandard` to read it.") from None
     except Exception as e: raise CramError(f"{path} is damaged or cut short: {str(e).rstrip('.') or type(e).__name__}.") from e
 
-# %% ../nbs/01_corpus.ipynb #c0bd4f53
+# %% ../nbs/01_corpus.ipynb #66947c32
 def find_files(
     spec:str,           # file, folder or glob; several separated by commas
 )->list[Path]:          # sorted, folders searched to the bottom
@@ -267,7 +263,8 @@ def find_files(
     found = []
     for part in filter(None, (s.strip() for s in spec.split(','))):
         path = Path(part).expanduser()
-        hits = [p for p in path.rglob('*') if p.is_file() and not any(s.startswith('.') for s in p.relative_to(path).parts)] if path.is_dir() else [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+        if path.is_dir(): hits = [p for p in path.rglob('*') if p.is_file() and not any(s.startswith('.') for s in p.relative_to(path).parts)]
+        else: hits = [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
         if not hits: raise FileNotFoundError(f"data.files={part}: there is no such file, and no folder or pattern with files in it.")
         found += sorted(p for p in hits if path.is_file() or _kind(p))
     if not found: raise CramError(f"data.files={spec or '(empty)'} names no text: give files or folders of {', '.join(READERS)} (also .gz and .zst), or set CRAMNB_DATA.")
@@ -294,8 +291,11 @@ def choose_files(
     by = {s: [p for p in paths if split_of(p) == s] for s in ('train', 'heldout', '')}
     return (by['train'] or by[''] or paths), (by['heldout'] if by['train'] or by[''] else [])
 
-# %% ../nbs/01_corpus.ipynb #a69fd39b
-def open_hub(data, report):
+# %% ../nbs/01_corpus.ipynb #2cd7e42c
+def open_hub(
+    data:Data,          # reads hub_path, hub_name, hub_split, hub_revision
+    report:Report,      # is told when a conversion is read instead of the set
+):                      # an `IterableDataset` of records, streamed
     "Open a data set as a stream; where a set is a script, which `datasets` refuses, take the hub's own conversion."
     from datasets import load_dataset
     common = dict(split=data.hub_split, streaming=True)
@@ -409,12 +409,14 @@ def deduplicate(
     kept = np.where(cut_start, ord(' '), raw)[~repeated | cut_start]
     return [re.sub(' {2,}', ' ', part.decode('utf-8', 'ignore')).strip() for part in kept.astype(np.uint8).tobytes().split(b'\x00')]
 
-# %% ../nbs/01_corpus.ipynb #a6742609
+# %% ../nbs/01_corpus.ipynb #0c16552d
 class Seen:
     "A set of 64-bit checksums in memory that never grows (a Bloom filter): it forgets nothing, and seldom claims to know a stranger."
-    def __init__(self, megabytes:int=256): self.row = np.zeros(megabytes*2**20, np.uint8)
+    def __init__(self,
+        megabytes:int=256,  # of memory, from the first checksum to the last
+    ): self.row = np.zeros(megabytes*2**20, np.uint8)
 
-    def places(self, keys:np.ndarray)->np.ndarray:   # uint64 [n] -> [n, 8], bits of the row
+    def places(self, keys:np.ndarray)->np.ndarray:   # uint64 [n] -> [n, 8], numbers of bits
         mix = (keys ^ (keys >> np.uint64(33))) * np.uint64(0xff51afd7ed558ccd)
         step = (mix ^ (mix >> np.uint64(29))) | np.uint64(1)
         return (mix[:, None] + np.arange(8, dtype=np.uint64)*step[:, None]) % np.uint64(8*len(self.row))
@@ -433,10 +435,13 @@ class Seen:
         np.bitwise_or.at(self.row, at >> np.uint64(3), np.left_shift(1, (at & np.uint64(7)).astype(np.uint8), dtype=np.uint8))
         return again
 
-# %% ../nbs/01_corpus.ipynb #e2069359
+# %% ../nbs/01_corpus.ipynb #88571bd2
 class Paragraphs:
     "The second look: cut paragraphs that stood in an earlier shard. Memory is fixed; what was never a whole line is not found."
-    def __init__(self, threshold:int, megabytes:int=256): self.threshold, self.seen = threshold, Seen(megabytes)
+    def __init__(self,
+        threshold:int,      # bytes; shorter paragraphs are left alone
+        megabytes:int=256,  # of memory, see `Seen`
+    ): self.threshold, self.seen = threshold, Seen(megabytes)
 
     def _keys(self, lines):
         digest = lambda line: hashlib.blake2b(line.encode('utf-8', 'replace'), digest_size=8).digest()
@@ -479,10 +484,14 @@ def signatures(
     drawn = [m.hashvalues for m in MinHash.generator(sets, num_perm=lotteries, hashfunc=int)]
     return np.array(drawn, np.uint64).reshape(len(texts), lotteries)
 
-# %% ../nbs/01_corpus.ipynb #35f82ba6
+# %% ../nbs/01_corpus.ipynb #ce9fe8e9
 class NearDuplicates:
     "Find documents whose wording an earlier one had, by MinHash and bands (datasketch); memory is fixed."
-    def __init__(self, threshold:float, megabytes:int=256, lotteries:int=128):
+    def __init__(self,
+        threshold:float,    # Jaccard's index, 0 to 1
+        megabytes:int=256,  # of memory, see `Seen`
+        lotteries:int=128,  # length of a signature
+    ):
         from datasketch import MinHashLSH
         index = MinHashLSH(threshold, num_perm=lotteries)     # knows the bands that put the step at `threshold`
         self.bands, self.width, self.lotteries, self.seen = index.b, index.r, lotteries, Seen(megabytes)
@@ -516,18 +525,9 @@ def is_heldout(
     "Decide by the text itself whether a document is kept for evaluation."
     return zlib.crc32(text.encode('utf-8', 'replace')) % 10_000 < share*10_000
 
-# %% ../nbs/01_corpus.ipynb #7b59d7a4
+# %% ../nbs/01_corpus.ipynb #56a92ef9
 LONGEST = 1_000_000     # characters of a document; a longer one is split, so that memory stays bounded
 
-def join_rows(
-    texts:Iterable[str],  # records
-    n:int,                # so many make a document
-)->Iterator[str]:         # the last one may be shorter; nothing is dropped
-    "Join successive records, as BookCorpus needs it with its one sentence a record."
-    texts = iter(texts)
-    while part := list(itertools.islice(texts, n)): yield ' '.join(part) if n > 1 else part[0]
-
-# %% ../nbs/01_corpus.ipynb #9bd08d35
 def split_long(
     text:str,           # a document
     limit:int=LONGEST,  # characters
@@ -549,7 +549,15 @@ def _tidy(text, report):
     except UnicodeEncodeError: report.note('half_surrogates', 1, ascii(text)); text = text.encode('utf-8', 'replace').decode()
     return text
 
-# %% ../nbs/01_corpus.ipynb #81440d08
+# %% ../nbs/01_corpus.ipynb #44471e34
+def join_rows(
+    texts:Iterable[str],  # records
+    n:int,                # so many make a document
+)->Iterator[str]:         # the last one may be shorter; nothing is dropped
+    "Join successive records, as BookCorpus needs it with its one sentence a record."
+    texts = iter(texts)
+    while part := list(itertools.islice(texts, n)): yield ' '.join(part) if n > 1 else part[0]
+
 def _texts(data, report):
     "The raw texts of one source that is no mix: those held out by the name of their file, and the others."
     if data.source == 'hub': return [], join_rows(read_hub(data, report), data.join_rows)

@@ -27,11 +27,11 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import Attention, rotary_tables
 from .recipe import Arch, CramError, nearest
 
-# %% ../nbs/06_encoder.ipynb #e755152f
+# %% ../nbs/06_encoder.ipynb #49f3b773
 CHOICES = {f.name: f for f in dataclasses.fields(Arch) if f.name != 'model_type'}
 
 class CrammedBertConfig(PreTrainedConfig):
-    "Sizes and switches of the model, under the names of `Arch`; the defaults are crammed-BERT. Raises CramError for a value that is not supported and for a name that is nearly one of ours."
+    "Sizes and switches of the model, named as in `Arch`; the defaults are crammed-BERT. Raises CramError for a value that is not supported, a name nearly ours."
     model_type = 'crammed_bert'
 
     def __init__(self, vocab_size:int=32768, pad_token_id:int=0, **kwargs):
@@ -66,9 +66,9 @@ def sinusoid(
     angle = torch.arange(seq_length, device=device, dtype=torch.float32)[:, None] * frequency
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
 
-# %% ../nbs/06_encoder.ipynb #f993262d
+# %% ../nbs/06_encoder.ipynb #3447c4b8
 class Positions(nn.Module):
-    "What is added to the word embeddings so that order shows: a table, learned or not. Rotary models add nothing here."
+    "What is added to the word embeddings so that order shows: a table, learned or not. Rotary models add nothing here. Raises CramError for a sequence longer than the table."
     def __init__(self, config):
         super().__init__()
         self.config, self.kind = config, config.position_embedding_type
@@ -210,9 +210,9 @@ def mask_for(
     visible = visible | torch.eye(T, dtype=torch.bool, device=x.device)      # a row must not be empty: each token sees itself
     return torch.zeros_like(visible, dtype=x.dtype).masked_fill(~visible, torch.finfo(x.dtype).min) if kernel == 'flex_attention' else visible
 
-# %% ../nbs/06_encoder.ipynb #c95e6cac
+# %% ../nbs/06_encoder.ipynb #facca3e9
 class CrammedBertModel(CrammedBertPreTrainedModel):
-    "The encoder: token ids in, one vector a token out."
+    "The encoder: token ids in, one vector a token out. Raises CramError for a sequence longer than the position table, and unless it gets one of ids and vectors."
     def __init__(self, config:CrammedBertConfig):
         config.check()
         super().__init__(config)

@@ -10,13 +10,15 @@ Docs: https://cramnb.github.io/cramnb/finetune.html.md"""
 __all__ = ['SUBMISSION', 'encode_task', 'collate', 'token_types', 'similar_lengths', 'quiet', 'load_classifier', 'load_tokenizer',
            'inputs', 'predict', 'train_classifier', 'updates_of', 'start_at_mean', 'Trial', 'run_trial', 'check_length',
            'encode_texts', 'encode_words', 'predict_words', 'measure', 'labels_of', 'Score', 'summarise', 'mean_score',
-           'within_rules', 'evaluate_checkpoint', 'settings', 'leak', 'write_predictions', 'score_table', 'plot_scores']
+           'within_rules', 'settings', 'leak', 'Planned', 'plan_trials', 'Pace', 'evaluate_checkpoint',
+           'write_predictions', 'score_table', 'plot_scores']
 
-# %% ../nbs/15_finetune.ipynb #5867af0a
-import json, math, os, shutil, statistics
+# %% ../nbs/15_finetune.ipynb #a069cd8e
+import json, math, os, shutil, statistics, time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -348,34 +350,7 @@ def within_rules(
     if len(ev.sweep_lr) > 1: broken.append(f'the best of {len(ev.sweep_lr)} learning rates for each task, one for all is allowed')
     return f"not within the rules: {'; '.join(broken)}" if broken else 'within the rules' 
 
-# %% ../nbs/15_finetune.ipynb #e869033e
-def evaluate_checkpoint(
-    checkpoint:str|Path,    # Hugging Face folder or hub name
-    ev:Eval,                # the protocol
-    folder:Path,            # finished trials are kept here and not run again
-    suite:dict|None=None,   # from `local_suite`
-    seed:int=0,             # of the first trial; the next ones count up
-    device:str|torch.device='cpu',
-    progress:Callable=lambda *_: None,  # progress(stage, done, total)
-)->list[Trial]:
-    "Run every trial of every task that is not there yet."
-    folder.mkdir(parents=True, exist_ok=True)
-    trials, tasks = [], load_tasks(ev, suite, seed)
-    for number, (task, splits, remark) in enumerate(tasks, 1):
-        mine = leak(ev, len(tasks[0][1]['train']), len(splits['train'])) if ev.warmup_leak else ev
-        for setting, protocol in settings(mine).items():
-            for n in range(ev.trials):
-                stem = f"{task.name}{'.' if setting else ''}{setting.replace(' ', '')}.seed{seed+n}"
-                if not (folder/f'{stem}.json').exists():
-                    stage = f'{task.name} ({number}/{len(tasks)}), trial {n+1} of {ev.trials}' + (f', {setting}' if setting else '')
-                    trial, answers = run_trial(checkpoint, task, splits, protocol, seed+n, device, lambda done, total: progress(stage, done, total), folder/f'{stem}.model' if ev.save_models else None)
-                    trial.setting, trial.remark = setting, '; '.join(r for r in (remark, trial.remark) if r)
-                    write_json(folder/f'{stem}.json', asdict(trial) | dict(predictions={split: np.asarray(a).tolist() if not isinstance(a, list) else a for split, a in answers.items()}))
-                kept = json.loads((folder/f'{stem}.json').read_text())
-                trials.append(Trial(**{k: v for k, v in kept.items() if k != 'predictions'}))
-        write_predictions(folder, task, splits, [t for t in trials if t.task == task.name], seed)
-    return trials
-
+# %% ../nbs/15_finetune.ipynb #c8ee4412
 def settings(
     ev:Eval,                # reads sweep_lr
 )->dict[str,Eval]:          # name of the setting -> protocol
@@ -390,6 +365,74 @@ def leak(
     "The original's warm-up: the first task's count of updates, for every task (chapter text)."
     count = int(ev.warmup*(first//ev.batch_size*ev.epochs))
     return replace(ev, warmup=min(count/updates_of(rows, ev), 0.99))
+
+# %% ../nbs/15_finetune.ipynb #135234c8
+@dataclass
+class Planned:
+    "A trial to come."
+    stage:str               # how progress calls it
+    task:Task               # what is asked
+    splits:dict             # rows of each split
+    remark:str              # for the report
+    setting:str             # of a sweep
+    protocol:Eval           # with that setting
+    seed:int                # of the trial
+    file:Path               # its result
+    work:float              # characters to read: of every epoch, and a third for rows that are only answered
+
+def plan_trials(
+    ev:Eval,                # the protocol
+    tasks:list[tuple],      # from `load_tasks`
+    folder:Path,            # where results are kept
+    seed:int=0,             # of the first trial
+)->list[Planned]:           # in the order in which they run
+    "Every trial of an evaluation, and how much work it is."
+    planned = []
+    for number, (task, splits, remark) in enumerate(tasks, 1):
+        rows = len(splits['train'])
+        mine = leak(ev, len(tasks[0][1]['train']), rows) if ev.warmup_leak else ev
+        length = {split: sum(len(r[f]) for r in some[:ev.max_train_examples or None if split == 'train' else None] for f in task.fields) for split, some in splits.items()}
+        work = length['train']*ev.epochs + sum(n for split, n in length.items() if split != 'train')/3
+        for (setting, protocol), n in product(settings(mine).items(), range(ev.trials)):
+            stage = f'{task.name} ({number}/{len(tasks)}), trial {n+1} of {ev.trials}' + (f', {setting}' if setting else '')
+            file = folder/f"{task.name}{'.' if setting else ''}{setting.replace(' ', '')}.seed{seed+n}.json"
+            planned.append(Planned(stage, task, splits, remark, setting, protocol, seed+n, file, work))
+    return planned
+
+# %% ../nbs/15_finetune.ipynb #24bac057
+class Pace:
+    "How many seconds the rest will take, at the pace so far."
+    def __init__(self, total:float, clock:Callable=time.monotonic): self.total, self.finished, self.clock, self.began = total, 0.0, clock, clock()
+
+    def __call__(self, more:float=0.0)->float|None:
+        done = self.finished + more
+        return (self.clock() - self.began)*(self.total - done)/done if done else None
+
+# %% ../nbs/15_finetune.ipynb #4c238e70
+def evaluate_checkpoint(
+    checkpoint:str|Path,    # Hugging Face folder or hub name
+    ev:Eval,                # the protocol
+    folder:Path,            # finished trials are kept here and not run again
+    suite:dict|None=None,   # from `local_suite`
+    seed:int=0,             # of the first trial; the next ones count up
+    device:str|torch.device='cpu',
+    progress:Callable=lambda *_, **__: None,  # progress(stage, done, total, seconds_left=…)
+)->list[Trial]:
+    "Run every trial of every task that is not there yet."
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks = load_tasks(ev, suite, seed)
+    planned = plan_trials(ev, tasks, folder, seed)
+    todo = [p for p in planned if not p.file.exists()]
+    left = Pace(sum(p.work for p in todo))
+    for p in todo:
+        tick = lambda done, total: progress(p.stage, done, total, seconds_left=left(p.work*done/total))
+        trial, answers = run_trial(checkpoint, p.task, p.splits, p.protocol, p.seed, device, tick, p.file.with_suffix('.model') if ev.save_models else None)
+        trial.setting, trial.remark = p.setting, '; '.join(r for r in (p.remark, trial.remark) if r)
+        write_json(p.file, asdict(trial) | dict(predictions={split: a if isinstance(a, list) else np.asarray(a).tolist() for split, a in answers.items()}))
+        left.finished += p.work
+    trials = [Trial(**{k: v for k, v in json.loads(p.file.read_text()).items() if k != 'predictions'}) for p in planned]
+    for task, splits, _ in tasks: write_predictions(folder, task, splits, [t for t in trials if t.task == task.name], seed)
+    return trials
 
 # %% ../nbs/15_finetune.ipynb #edd5b7a6
 SUBMISSION = dict(cola='CoLA', sst2='SST-2', mrpc='MRPC', qqp='QQP', stsb='STS-B', mnli='MNLI-m', qnli='QNLI', rte='RTE', wnli='WNLI',

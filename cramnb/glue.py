@@ -8,8 +8,8 @@ Docs: https://cramnb.github.io/cramnb/glue.html.md"""
 
 # %% auto #0
 __all__ = ['TASKS', 'GLUE', 'LOCAL', 'METRICS', 'PUBLISHED_TASKS', 'PUBLISHED', 'SPLITS', 'TSV', 'Task', 'task_names', 'score',
-           'baseline', 'GlueMetric', 'load_folder', 'task_folder', 'numbered', 'load_hub', 'check_rows', 'load_task',
-           'read_table', 'own_task', 'load_tasks', 'sentences', 'scramble', 'replace_words', 'local_suite']
+           'baseline', 'GlueMetric', 'task_folder', 'numbered', 'load_folder', 'load_hub', 'check_rows', 'read_table',
+           'own_task', 'load_task', 'load_tasks', 'sentences', 'scramble', 'replace_words', 'local_suite']
 
 # %% ../nbs/14_glue.ipynb #3991edbf
 import csv, gzip, json, math, re
@@ -74,13 +74,13 @@ def task_names(
     if not names: raise CramError(f"eval.tasks is empty: choose from {', '.join(TASKS)}.")
     return names
 
-# %% ../nbs/14_glue.ipynb #7962bca5
+# %% ../nbs/14_glue.ipynb #a3b5194d
 def score(
     name:str,               # 'accuracy', 'f1', 'macro_f1', 'matthews', 'pearson', 'spearman'
     predictions:np.ndarray, # (n,) classes or values
     references:np.ndarray,  # (n,) classes or values
 )->float:                   # from -1 or 0 to 1
-    "One number. A constant prediction has no correlation, and neither has one with NaN in it: they score 0. Raises CramError for an unknown name."
+    "Score answers. A constant column has no correlation, and answers with a NaN are worth nothing: both give 0. Raises CramError for an unknown name."
     p, r = np.asarray(predictions), np.asarray(references)
     if name not in METRICS: raise CramError(f"{name!r} is not a metric: choose from {', '.join(METRICS)}.{nearest(name, METRICS)}")
     if not np.isfinite(p).all(): return 0.0
@@ -127,7 +127,7 @@ PUBLISHED = {
     'BERT-base, fully trained':     (83.2, 83.4, 91.9, 86.7, 59.2, 90.6, 87.7, 89.3, 56.5),   # copies of the paper's table
     'BERT-base, no pretraining':    (34.1, 34.1, 79.9, 17.8, 47.3, 50.0, 68.6, 77.9,  0.0)}   # copies of the paper's table
 
-# %% ../nbs/14_glue.ipynb #01004e7a
+# %% ../nbs/14_glue.ipynb #4ddcc679
 def _read(path):
     "Rows of a file of JSON lines, compressed or not. Raises CramError with the line that is none."
     with gzip.open(path, 'rt', encoding='utf-8', newline='\n') if path.suffix == '.gz' else path.open(encoding='utf-8', newline='\n') as f:
@@ -138,13 +138,35 @@ def _read(path):
             except ValueError: raise CramError(f"{path}, line {n}, is not JSON: {line.strip()[:60]!r}.") from None
         return rows
 
+# %% ../nbs/14_glue.ipynb #99faf81c
+def task_folder(
+    name:str,               # of a task
+    glue_dir:str|Path,      # where to look
+)->Path:                    # glue_dir/sst2, or SST-2, as GLUE spells it
+    "Find the folder of a task, whatever its capitals and hyphens. Raises FileNotFoundError."
+    root = Path(glue_dir).expanduser()
+    for p in sorted(root.iterdir()) if root.is_dir() else ():
+        if p.is_dir() and re.sub('[^a-z0-9]', '', p.name.lower()) == name: return p
+    raise FileNotFoundError(f"eval.glue_dir={glue_dir}: there is no folder {name} in it.")
+
+def numbered(
+    task:Task,              # reads labels, num_labels
+    row:dict,               # as in the file
+)->dict:                    # with the label as a number
+    "Turn 'entailment', true or '4.2' into the number that `nyu-mll/glue` has; test rows have none. Raises CramError for a label that is none of these."
+    label = row.get('label')
+    if label is None or label == -1: return row
+    if str(label) in task.labels: return row | dict(label=task.labels.index(str(label)))
+    try: return row | dict(label=float(label) if task.num_labels == 1 else int(label))
+    except ValueError: raise CramError(f"Task {task.name}: the label {label!r} is none of {', '.join(task.labels) or f'0 to {task.num_labels-1}'}.") from None
+
+# %% ../nbs/14_glue.ipynb #92a5af01
+SPLITS = dict(train=('train', 'train_subset'), dev=('dev', 'dev_matched', 'validation', 'validation_matched', 'val'), test=('test', 'test_matched'),
+              dev_mismatched=('dev_mismatched', 'validation_mismatched'), test_mismatched=('test_mismatched',))   # our names, and those of files
+
 def _find(folder, stems, endings=('.jsonl.gz', '.jsonl', '.tsv')):
     "The first file that is there, or None."
     return next((folder/f'{stem}{ending}' for stem in stems for ending in endings if (folder/f'{stem}{ending}').exists()), None)
-
-# %% ../nbs/14_glue.ipynb #c2cbfe3e
-SPLITS = dict(train=('train', 'train_subset'), dev=('dev', 'dev_matched', 'validation', 'validation_matched', 'val'), test=('test', 'test_matched'),
-              dev_mismatched=('dev_mismatched', 'validation_mismatched'), test_mismatched=('test_mismatched',))   # our names, and those of files
 
 def load_folder(
     name:str,               # of a task
@@ -159,27 +181,6 @@ def load_folder(
         if path is not None and (task.extra or 'mismatched' not in split):
             found[split] = [numbered(task, row) for row in (_read_tsv(task, path, split) if path.suffix == '.tsv' else _read(path))]
     return found
-
-def task_folder(
-    name:str,               # of a task
-    glue_dir:str|Path,      # where to look
-)->Path:                    # glue_dir/sst2, or SST-2, as GLUE spells it
-    "The folder of a task, whatever its capitals and hyphens. Raises FileNotFoundError."
-    root = Path(glue_dir).expanduser()
-    for p in sorted(root.iterdir()) if root.is_dir() else ():
-        if p.is_dir() and re.sub('[^a-z0-9]', '', p.name.lower()) == name: return p
-    raise FileNotFoundError(f"eval.glue_dir={glue_dir}: there is no folder {name} in it.")
-
-def numbered(
-    task:Task,              # reads labels, num_labels
-    row:dict,               # as in the file
-)->dict:                    # with the label as a number
-    "Turn 'entailment', true or '4.2' into the number that `nyu-mll/glue` has. Test rows have none."
-    label = row.get('label')
-    if label is None or label == -1: return row
-    if str(label) in task.labels: return row | dict(label=task.labels.index(str(label)))
-    try: return row | dict(label=float(label) if task.num_labels == 1 else int(label))
-    except ValueError: raise CramError(f"Task {task.name}: the label {label!r} is none of {', '.join(task.labels) or f'0 to {task.num_labels-1}'}.") from None
 
 # %% ../nbs/14_glue.ipynb #cd282f19
 TSV = dict(cola=('sentence', 'label'), sst2=('sentence', 'label'), mrpc=('#1 String', '#2 String', 'Quality'), qqp=('question1', 'question2', 'is_duplicate'),
@@ -216,7 +217,7 @@ def _from_hub(path, name):
         if 'scripts are no longer supported' not in str(e): raise
         return datasets.load_dataset(path, data_dir=name, revision='refs/convert/parquet')
 
-# %% ../nbs/14_glue.ipynb #9a96264c
+# %% ../nbs/14_glue.ipynb #ab82789c
 def check_rows(
     task:Task,              # what is expected
     splits:dict[str,list[dict]],  # as loaded
@@ -233,23 +234,13 @@ def check_rows(
     return f"{task.name}: {' and '.join(notes)}; not comparable with published scores" if notes else ''
 
 def _check_labels(task, split, rows):
+    "Raise CramError for the first label that the task cannot have."
     for n, row in enumerate(rows):
         label = row.get('label')
         if isinstance(label, (int, float)) and math.isfinite(label) and (task.num_labels == 1 or label in range(task.num_labels)): continue
         raise CramError(f"Task {task.name}, split {split}, row {n}: the label {label!r} is not {'a number' if task.num_labels == 1 else f'one of 0 to {task.num_labels-1}'}.")
 
-# %% ../nbs/14_glue.ipynb #040f10a9
-def load_task(
-    name:str,               # of TASKS
-    glue_dir:str='',        # folder of JSON lines or GLUE's own files; empty: the hub
-    suite:dict|None=None,   # from `local_suite`, for the three local tasks
-)->tuple[dict[str,list[dict]],str]:  # splits, remark
-    "Load one task from wherever it is."
-    if name in LOCAL and suite is None: raise CramError(f"Task {name} is made from the held-out text of a corpus; none is at hand.")
-    splits = suite[name] if name in LOCAL else load_folder(name, glue_dir) if glue_dir else load_hub(name)
-    return splits, check_rows(TASKS[name], splits)
-
-# %% ../nbs/14_glue.ipynb #956665b0
+# %% ../nbs/14_glue.ipynb #6508896c
 def read_table(
     path:str|Path,          # .csv, .tsv, .jsonl, .json, each also with .gz
 )->list[dict]:              # one dict a row
@@ -262,29 +253,8 @@ def read_table(
     with gzip.open(path, 'rt', encoding='utf-8-sig', newline='') if path.suffix == '.gz' else path.open(encoding='utf-8-sig', newline='') as f:
         return list(csv.DictReader(f, delimiter=',' if kind == 'csv' else '\t'))
 
-def own_task(
-    files:str,              # training file, or training and evaluation file with a comma between
-    metric:str='',          # the one that counts; empty: accuracy, or pearson for values
-    text_columns:str='',    # with commas between; empty: every column of text but the label
-    label_column:str='label',   # words, classes or values; a list of tags makes it a task of tokens
-    seed:int=0,             # of the rows that are held out where there is one file
-)->tuple[Task,dict[str,list[dict]],str]:   # task, splits, remark
-    "Make a task from the reader's own table. Raises CramError."
-    paths = [p.strip() for p in files.split(',') if p.strip()]
-    if len(paths) not in (1, 2): raise CramError(f"eval.files={files}: give a training file, or a training and an evaluation file with a comma between.")
-    splits = dict(zip(('train', 'dev'), map(read_table, paths)))
-    for path, rows in zip(paths, splits.values()):
-        if not rows: raise CramError(f"eval.files={path} holds no rows.")
-        if label_column not in rows[0]: raise CramError(f"eval.files={path}: no column {label_column}; it has {', '.join(rows[0])}. Name one with eval.label_column.")
-    if label_column != 'label': splits = {k: [{'label (text)' if c == 'label' else c: v for c, v in r.items()} for r in rows] for k, rows in splits.items()}   # our rows keep the answer there
-    remark = ''
-    if len(paths) == 1: splits, remark = _split(splits['train'], seed), 'every tenth row of the file, drawn at random, is held out for evaluation'
-    labels = [r[label_column] for rows in splits.values() for r in rows]
-    task = _describe(Path(paths[0]).name.split('.')[0], splits['train'][0], labels, metric, text_columns, label_column)
-    return task, {k: [_own_row(task, r, label_column) for r in rows] for k, rows in splits.items()}, remark
-
-# %% ../nbs/14_glue.ipynb #b5234cba
 def _split(rows, seed):
+    "Hold out every tenth row, drawn at random. Raises CramError for too few."
     if len(rows) < 10: raise CramError(f"eval.files: {len(rows)} rows are too few to hold some out; give an evaluation file as well.")
     order = np.random.default_rng(seed).permutation(len(rows))
     cut = max(1, len(rows)//10)
@@ -295,8 +265,9 @@ def _number(value):
     try: return float(value) if math.isfinite(float(value)) else None
     except (TypeError, ValueError): return None
 
+# %% ../nbs/14_glue.ipynb #d00efcda
 def _describe(name, row, labels, metric, text_columns, label_column):
-    "The `Task` of a table."
+    "The `Task` of a table. Raises CramError."
     fields = tuple(c.strip() for c in text_columns.split(',') if c.strip()) or tuple(c for c, v in row.items() if c not in (label_column, 'idx', 'id') and isinstance(v, (str, list)))
     lost = [c for c in fields if c not in row]
     if lost or not fields: raise CramError(f"eval.text_columns={text_columns}: no column {', '.join(lost) or 'of text'}; there are {', '.join(row)}.")
@@ -313,22 +284,58 @@ def _describe(name, row, labels, metric, text_columns, label_column):
     return Task(fields[:1] if per_token else fields, 1 if real else len(names), (metric,), metric, labels=names, hub='', per_token=per_token, name=name)
 
 def _own_row(task, row, label_column):
-    label = row[label_column]
+    "The texts of a row, and its label as a number. Raises CramError."
+    label, lost = row[label_column], [f for f in task.fields if row.get(f) is None]
+    if lost: raise CramError(f"A row of {task.name} has no {', '.join(lost)}; its {label_column} is {label!r}.")
     if task.per_token and len(label) != len(row[task.fields[0]]): raise CramError(f"A row of {task.name} has {len(row[task.fields[0]])} words and {len(label)} labels.")
     number = [task.labels.index(str(t)) for t in label] if task.per_token else float(label) if task.num_labels == 1 else task.labels.index(str(label))
     return {f: row[f] for f in task.fields} | dict(label=number)
 
-# %% ../nbs/14_glue.ipynb #b1b289cc
+# %% ../nbs/14_glue.ipynb #cd2462a2
+def own_task(
+    files:str,              # training file, or training and evaluation file with a comma between
+    metric:str='',          # the one that counts; empty: accuracy, or pearson for values
+    text_columns:str='',    # with commas between; empty: every column of text but the label
+    label_column:str='label',   # words, classes or values; a list of tags makes it a task of tokens
+    seed:int=0,             # of the rows that are held out where there is one file
+)->tuple[Task,dict[str,list[dict]],str]:   # task, splits, remark
+    "Make a task from the reader's own table. Raises CramError, or FileNotFoundError."
+    paths = [p.strip() for p in files.split(',') if p.strip()]
+    if len(paths) not in (1, 2): raise CramError(f"eval.files={files}: give a training file, or a training and an evaluation file with a comma between.")
+    splits = dict(zip(('train', 'dev'), map(read_table, paths)))
+    for path, rows in zip(paths, splits.values()):
+        if not rows: raise CramError(f"eval.files={path} holds no rows.")
+        if label_column not in rows[0]: raise CramError(f"eval.files={path}: no column {label_column}; it has {', '.join(rows[0])}. Name one with eval.label_column.")
+        bare = next((n for n, r in enumerate(rows, 1) if r.get(label_column) in (None, '')), 0)
+        if bare: raise CramError(f"eval.files={path}: row {bare} has no {label_column}.")
+    if label_column != 'label': splits = {k: [{'label (text)' if c == 'label' else c: v for c, v in r.items()} for r in rows] for k, rows in splits.items()}   # our rows keep the answer there
+    remark = ''
+    if len(paths) == 1: splits, remark = _split(splits['train'], seed), 'every tenth row of the file, drawn at random, is held out for evaluation'
+    labels = [r[label_column] for rows in splits.values() for r in rows]
+    task = _describe(Path(paths[0]).name.split('.')[0], splits['train'][0], labels, metric, text_columns, label_column)
+    return task, {k: [_own_row(task, r, label_column) for r in rows] for k, rows in splits.items()}, remark
+
+# %% ../nbs/14_glue.ipynb #615acefd
+def load_task(
+    name:str,               # of TASKS
+    glue_dir:str='',        # folder of JSON lines or GLUE's own files; empty: the hub
+    suite:dict|None=None,   # from `local_suite`, for the three local tasks
+)->tuple[dict[str,list[dict]],str]:  # splits, remark
+    "Load one task from wherever it is. Raises CramError, or FileNotFoundError for a folder that is not there."
+    if name in LOCAL and suite is None: raise CramError(f"Task {name} is made from the held-out text of a corpus; none is at hand.")
+    splits = suite[name] if name in LOCAL else load_folder(name, glue_dir) if glue_dir else load_hub(name)
+    return splits, check_rows(TASKS[name], splits)
+
 def load_tasks(
     ev:Eval,                # reads tasks, glue_dir, and files, metric, text_columns, label_column
     suite:dict|None=None,   # from `local_suite`
     seed:int=0,             # of the rows held out of a table
 )->list[tuple[Task,dict[str,list[dict]],str]]:  # task, splits, remark
-    "What the protocol names: the reader's own table, or tasks by name."
+    "Load what the protocol names: the reader's own table, or tasks by name. Raises what `own_task` and `load_task` raise."
     if ev.files: return [own_task(ev.files, ev.metric, ev.text_columns, ev.label_column, seed)]
     return [(TASKS[name], *load_task(name, ev.glue_dir, suite)) for name in task_names(ev.tasks)]
 
-# %% ../nbs/14_glue.ipynb #8926dbe1
+# %% ../nbs/14_glue.ipynb #3aa207ed
 def sentences(
     text:str,               # a document
 )->list[str]:               # of 5 to 30 words, mostly letters
@@ -336,6 +343,7 @@ def sentences(
     parts = re.split(r'(?<=[.!?])\s+(?=[A-Z])', ' '.join(text.split()))
     return [p for p in parts if 5 <= len(p.split()) <= 30 and p[:1].isupper() and p[-1:] in '.!?' and sum(c.isalpha() or c == ' ' for c in p) > 0.85*len(p)]
 
+# %% ../nbs/14_glue.ipynb #1c4c0593
 def scramble(
     sentence:str,           # two different words or more
     rng:np.random.Generator,
@@ -359,7 +367,7 @@ def replace_words(
     new = [pool[rng.integers(len(pool))] if h else w for w, h in zip(words, hit)]
     return ' '.join(new), float(5*(1 - hit.mean()))
 
-# %% ../nbs/14_glue.ipynb #c8e3c46d
+# %% ../nbs/14_glue.ipynb #57fd5dcd
 def _suite_rows(documents, rng):
     "Rows of the three local tasks from some documents."
     split = [s for s in map(sentences, documents) if s]
@@ -375,6 +383,7 @@ def _suite_rows(documents, rng):
         order=[dict(sentence1=b if x else a, sentence2=a if x else b, label=int(not x)) for (a, b), x in zip(pairs, swapped)],
         similarity=[dict(sentence1=s, sentence2=t, label=v) for s, (t, v) in zip(singles, changed)])
 
+# %% ../nbs/14_glue.ipynb #1ed99406
 def local_suite(
     documents:list[str],    # held-out text of any corpus
     seed:int=0,             # of the draw

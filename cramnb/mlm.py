@@ -42,13 +42,13 @@ class HeadTransform(nn.Module):
         x = self.dense(x)
         return self.norm(F.gelu(x)) if self.kind == 'dense' else x
 
-# %% ../nbs/07_mlm.ipynb #92c306e0
+# %% ../nbs/07_mlm.ipynb #11be3c13
 def linear_cross_entropy(
     hidden:Tensor,          # (N, D)
     decoder:nn.Linear,      # D to V
     labels:Tensor,          # (N,), -100 where nothing is asked
     chunk_size:int=0,       # rows whose logits are held at once (0: all)
-)->tuple[Tensor,Tensor|None]:  # scalar, mean over the asked rows; logits (N, V), or None where they came in chunks
+)->tuple[Tensor,Tensor|None]:  # scalar, mean over the asked rows (nan if none is); logits (N, V), or None where they came in chunks
     "Cross-entropy of a linear decoder. In chunks the logits are made, used and forgotten, and made again for the gradient."
     if not chunk_size:
         logits = decoder(hidden)
@@ -121,14 +121,14 @@ def count_parameters(
     "The number of trainable numbers."
     return sum(p.numel() for p in model.parameters())
 
-# %% ../nbs/07_mlm.ipynb #5bc66092
+# %% ../nbs/07_mlm.ipynb #55d7a1ab
 def flops_per_token(
     arch:Arch,              # the recipe's model
     vocab_size:int,         # V
     seq_length:int,         # T
     mlm_probability:float,  # share of tokens that reach the decoder
 )->float:                   # forward and backward, multiply and add counted apart
-    "Arithmetic of one training token: matrices, attention, decoder on the hidden share (performance note, section 4)."
+    "Arithmetic of one training token: matrices, attention, decoder on the hidden share. Norms, softmax and additions are left out."
     D, F_, L = arch.hidden_size, arch.intermediate_size, arch.num_hidden_layers
     narrow = F_//2 if arch.hidden_act in ('geglu', 'swiglu') else F_
     layer = 2*(4*D*D + D*F_ + narrow*D) + 4*seq_length*D

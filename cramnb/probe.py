@@ -10,7 +10,7 @@ Docs: https://cramnb.github.io/cramnb/probe.html.md"""
 __all__ = ['KINDS', 'fill_blank', 'token_kinds', 'asked_logits', 'loss_by_kind', 'frequency_kinds', 'attention_maps',
            'attention_distance', 'attention_entropy', 'load_weights', 'compare_checkpoints']
 
-# %% ../nbs/16_probe.ipynb #bde93392
+# %% ../nbs/16_probe.ipynb #cbced7fe
 import contextlib, math, re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,7 +26,7 @@ from .masking import Masked
 from .recipe import CramError
 from .tokenizer import word_starts
 
-# %% ../nbs/16_probe.ipynb #6a31ca39
+# %% ../nbs/16_probe.ipynb #889b45c6
 @contextlib.contextmanager
 def _asleep(model):
     "No dropout, no gradients; afterwards as before."
@@ -36,6 +36,7 @@ def _asleep(model):
         with torch.no_grad(): yield next(model.parameters()).device
     finally: model.train(was)
 
+# %% ../nbs/16_probe.ipynb #f0f944c6
 def fill_blank(
     model:nn.Module,        # any masked language model of transformers
     tokenizer:PreTrainedTokenizerBase,  # the model's own
@@ -51,7 +52,7 @@ def fill_blank(
     with _asleep(model) as device: top = model(ids.to(device)).logits[0, where].float().softmax(-1).cpu().topk(min(k, len(tokenizer)))
     return [list(zip(tokenizer.convert_ids_to_tokens(i.tolist()), p.tolist())) for i, p in zip(top.indices, top.values)]
 
-# %% ../nbs/16_probe.ipynb #0cca8c55
+# %% ../nbs/16_probe.ipynb #9b080180
 KINDS = ['word start', 'continuation', 'number', 'punctuation', 'special']
 
 def token_kinds(
@@ -159,14 +160,14 @@ def load_weights(
         for n, w in weights.items(): own[n].copy_(w)
     return model
 
-# %% ../nbs/16_probe.ipynb #9ea628c8
+# %% ../nbs/16_probe.ipynb #389fbbc4
 def compare_checkpoints(
     folder:Path,            # of all checkpoints of a run
     model:nn.Module,        # of the same shape; ends with the weights of the newest sound one
     measure:Callable[[nn.Module], dict],  # any of the probes above
     say:Callable=print,     # told about a damaged checkpoint
 )->list[dict]:              # update, and what `measure` found; oldest first
-    "Ask every checkpoint of a run the same questions."
+    "Ask every checkpoint of a run the same questions; a damaged one is named and left out. Raises CramError when none is sound."
     out = []
     for checkpoint in checkpoints(folder):
         try: load_weights(checkpoint, model)

@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig
 from .mlm import build_model, count_parameters, flops_per_token
 from .recipe import PRESETS, Arch, CramError, diff, nearest, preset
 
-# %% ../nbs/08_zoo.ipynb #77a5d1c2
-STEPS = {   # what belongs together on the way from BERT to crammed-BERT (paper section 4.2)
+# %% ../nbs/08_zoo.ipynb #f735cdea
+STEPS = {   # what belongs together on the way from BERT to crammed-BERT; the paper gives reasons for the first five in section 4.2
     'norms before blocks': ('norm_placement', 'final_norm'),
     'scaled sinusoids': ('position_embedding_type', 'max_position_embeddings'),
     'no biases': ('use_bias', 'qkv_bias', 'decoder_bias'),
@@ -44,7 +44,7 @@ def steps(
         if now: out.append((label, replace(out[-1][1], **now)))
     return out
 
-# %% ../nbs/08_zoo.ipynb #26d64c4f
+# %% ../nbs/08_zoo.ipynb #bb18f9bb
 def size(
     arch:Arch,              # the model
     vocab_size:int=32768,   # V
@@ -53,7 +53,8 @@ def size(
 )->dict:                    # layers, parameters, words (parameters of the word embeddings), flops per trained token, state_bytes
     "Weigh a model without building it. State: weights, gradients and the two averages of Adam, in float32. Raises CramError for a model that cannot be built."
     with torch.device('meta'): n = count_parameters(build_model(arch, vocab_size))
-    return dict(layers=arch.num_hidden_layers, parameters=n, words=vocab_size*arch.hidden_size, flops=flops_per_token(arch, vocab_size, seq_length, mlm_probability), state_bytes=4*4*n)
+    flops = flops_per_token(arch, vocab_size, seq_length, mlm_probability)
+    return dict(layers=arch.num_hidden_layers, parameters=n, words=vocab_size*arch.hidden_size, flops=flops, state_bytes=4*4*n)
 
 # %% ../nbs/08_zoo.ipynb #f02fc38e
 def compare(
@@ -64,9 +65,10 @@ def compare(
     weighed = {n: size(preset('arch', n), **kwargs) for n in names or PRESETS['arch']}
     return [(n, w['layers'], w['parameters'], w['flops'], w['state_bytes']) for n, w in weighed.items()]
 
-# %% ../nbs/08_zoo.ipynb #be04172e
-READ_BY_BERT = ('model_type', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size', 'hidden_act', 'max_position_embeddings', 'norm_eps', 'type_vocab_size',
-                'initializer_range', 'hidden_dropout_prob', 'attention_probs_dropout_prob')     # by `build_model`, for transformers' own class
+# %% ../nbs/08_zoo.ipynb #a6656fe7
+READ_BY_BERT = ('model_type', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size', 'hidden_act',
+                'max_position_embeddings', 'norm_eps', 'type_vocab_size', 'initializer_range', 'hidden_dropout_prob',
+                'attention_probs_dropout_prob')     # by `build_model`, for transformers' own class
 
 def ignored(
     arch:Arch,              # of either model_type

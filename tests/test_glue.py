@@ -291,13 +291,14 @@ def test_a_sweep_takes_each_tasks_best_and_says_so(checkpoint, tmp_path):
 def test_interrupted_trials_are_run_again_and_others_are_not(checkpoint, tmp_path):
     write(tmp_path/"glue/rte", dict(train=rows_of("rte", 32), dev=rows_of("rte", 16, 1)))
     ev = replace(EV, tasks="rte", glue_dir=str(tmp_path/"glue"), trials=3, epochs=1)
-    ran = []
-    def stop(stage, done, total):
-        ran.append(stage)
+    ran, lefts = [], []
+    def stop(stage, done, total, **notes):
+        ran.append(stage); lefts.append(notes['seconds_left'])
         if "trial 2" in stage and ran.count(stage) > 1: raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt): evaluate_checkpoint(checkpoint, ev, tmp_path/"eval", progress=stop)
+    assert all(s > 0 for s in lefts) and len(list((tmp_path/"eval").glob("*.json"))) == 1
     again = []
-    trials = evaluate_checkpoint(checkpoint, ev, tmp_path/"eval", progress=lambda stage, *_: again.append(stage))
+    trials = evaluate_checkpoint(checkpoint, ev, tmp_path/"eval", progress=lambda stage, *_, **__: again.append(stage))
     assert not any("trial 1" in s for s in again) and [t.seed for t in trials] == [0, 1, 2]
     alone = run_trial(checkpoint, TASKS["rte"], load_folder("rte", tmp_path/"glue"), ev, 1)[0]
     assert trials[1].metrics == alone.metrics
@@ -346,6 +347,15 @@ def test_values_make_a_regression_and_whole_numbers_classes(tmp_path):
     assert own_task(str(tmp_path/"v.jsonl"))[0].num_labels == 1
     assert own_task(str(tmp_path/"c.jsonl"))[0].labels == ("2", "9", "10")
     assert own_task(str(tmp_path/"c.jsonl"), metric="pearson")[0].num_labels == 1
+
+
+def test_rows_without_an_answer_or_a_text_are_named(tmp_path):
+    (tmp_path/"a.csv").write_text("text,label\n" + "x,yes\ny,no\n"*10 + "z,\n")
+    (tmp_path/"b.jsonl").write_text("".join(json.dumps(dict(text=f"row {i}", label="yes" if i % 2 else "no")) + "\n" for i in range(20)) + '{"text": "no answer"}\n')
+    (tmp_path/"c.jsonl").write_text("".join(json.dumps(dict(text=f"row {i}", label="yes" if i % 2 else "no")) + "\n" for i in range(20)) + '{"label": "yes"}\n')
+    for name in ("a.csv", "b.jsonl"):
+        with pytest.raises(CramError, match="row 21 has no label"): own_task(str(tmp_path/name))
+    with pytest.raises(CramError, match="has no text; its label is 'yes'"): own_task(str(tmp_path/"c.jsonl"))
 
 
 def test_tags_of_words_are_learnt(checkpoint, tmp_path):
