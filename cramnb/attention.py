@@ -81,6 +81,7 @@ class Attention(nn.Module):
         query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)     # under autocast a norm answers in float32
         if rotary is not None: query, key = rotate(query, *rotary), rotate(key, *rotary)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        if kwargs.get('output_attentions') and self.config._attn_implementation == 'sdpa': attend = eager_attention      # sdpa never makes the weights; its masks suit both
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
         mixed, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.head_size**-0.5, **kwargs)
         return self.output(mixed.reshape(B, T, D)), weights

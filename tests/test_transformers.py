@@ -70,6 +70,16 @@ def test_hidden_states_and_attentions(final_norm):
     assert model(ids(2, 8)).hidden_states is None and model(ids(2, 8)).attentions is None
 
 
+def test_attentions_come_out_of_the_default_implementation_too():
+    mask = torch.tensor([[1]*8, [1]*5 + [0]*3])
+    eager, sdpa = (CrammedBertForMaskedLM(small(attn_implementation=how)).eval() for how in ("eager", "sdpa"))
+    sdpa.load_state_dict(eager.state_dict())
+    for extra in ({}, dict(attention_mask=mask)):
+        a, b = (m(ids(2, 8), output_attentions=True, **extra) for m in (eager, sdpa))
+        torch.testing.assert_close(b.attentions, a.attentions)
+        torch.testing.assert_close(b.logits, sdpa(ids(2, 8), **extra).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_the_tied_matrix_is_one_everywhere(tmp_path):
     model = CrammedBertForMaskedLM(small(decoder_bias=True, head_transform="dense", use_bias=True))
     model.save_pretrained(tmp_path)
