@@ -424,7 +424,8 @@ def run_eval(recipe, corpus, checkpoint, folder, bars)->tuple[list,Path]:
     "Score a checkpoint; every protocol has its own folder, so that finished trials are found again. Returns trials and folder."
     if recipe.impl.threads: torch.set_num_threads(recipe.impl.threads)
     where = folder/'eval'/protocol_key(recipe, checkpoint, corpus)
-    trials = evaluate_checkpoint(checkpoint, recipe.eval, where, _suite(recipe, corpus), recipe.seed, pick_device(recipe.impl), bars)
+    device = pick_device(recipe.impl)
+    trials = evaluate_checkpoint(checkpoint, recipe.eval, where, _suite(recipe, corpus), recipe.seed, device, bars, pick_precision(recipe.impl, device))
     bars.close()
     mean, harmonic = mean_score(summarise(trials))
     scores = dict(checkpoint=str(checkpoint), protocol=dataclasses.asdict(recipe.eval), rules=within_rules(recipe.eval), mean=mean, harmonic_mean=harmonic, scores=[dataclasses.asdict(s) for s in summarise(trials)])

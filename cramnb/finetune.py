@@ -156,7 +156,7 @@ def predict(
     model.train(was)
     return out if logits.shape[1] == 1 or np.isnan(out).any() else out.astype(int)
 
-# %% ../nbs/15_finetune.ipynb #c75fdd0e
+# %% ../nbs/15_finetune.ipynb #fb88da6e
 def train_classifier(
     model:nn.Module,        # from `load_classifier`, on its device
     ids:list[list[int]],    # training rows
@@ -165,11 +165,13 @@ def train_classifier(
     seed:int,               # of order and dropout
     tokenizer:PreTrainedTokenizerBase,  # of the checkpoint
     tick:Callable=lambda done, total: None,  # called after each update
+    precision:torch.dtype=torch.float32,     # of the matrix products
 )->float:                   # mean loss of the last epoch
     "Fine-tune: AdamW, warm-up over the task's own steps, dropout on, every epoch in a new order."
     rng, lengths = np.random.default_rng(seed), np.array([len(i) for i in ids])
     optimizer = torch.optim.AdamW(decay_groups(model, ev.weight_decay), lr=ev.lr, betas=tuple(ev.betas), eps=ev.eps, fused=True)
     for g in optimizer.param_groups: g['peak_lr'] = ev.lr
+    scaler = torch.amp.GradScaler(model.device.type, enabled=precision == torch.float16)
     total, done = updates_of(len(ids), ev), 0
     model.train()
     for _ in range(ev.epochs):
@@ -177,9 +179,10 @@ def train_classifier(
         for rows in similar_lengths(lengths, ev.batch_size, rng):
             set_lr(optimizer, lr_factor(ev.scheduler, done/total, warmup=ev.warmup))
             wanted = labels[rows] if isinstance(labels, Tensor) else collate([labels[i] for i in rows], -100)[0]
-            loss = model(**inputs(model, tokenizer, [ids[i] for i in rows], ev), labels=wanted.to(model.device)).loss
-            loss.backward()
-            optimizer.step(); optimizer.zero_grad()
+            with torch.autocast(model.device.type, precision, enabled=precision != torch.float32):
+                loss = model(**inputs(model, tokenizer, [ids[i] for i in rows], ev), labels=wanted.to(model.device)).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
             losses.append(loss.detach()); done += 1
             tick(done, total)
     return torch.stack(losses).mean().item()
@@ -214,7 +217,7 @@ class Trial:
     target:str=''           # the metric that counts; empty: that of TASKS
     setting:str=''          # which of several settings, where the protocol tries more than one
 
-# %% ../nbs/15_finetune.ipynb #dd0befac
+# %% ../nbs/15_finetune.ipynb #0584f13c
 def run_trial(
     checkpoint:str|Path,    # Hugging Face folder or hub name
     task:Task,              # what is asked
@@ -224,6 +227,7 @@ def run_trial(
     device:str|torch.device='cpu',
     tick:Callable=lambda done, total: None,  # called after each update
     keep:Path|None=None,    # where to save the fine-tuned model
+    precision:torch.dtype=torch.float32,     # of the matrix products in training; answers are given in float32
 )->tuple[Trial,dict[str,np.ndarray]]:   # result, answers to every split but the training one
     "Fine-tune once and score the last epoch, never the best."
     tokenizer = load_tokenizer(checkpoint)
@@ -234,7 +238,7 @@ def run_trial(
     read = encode_words if task.per_token else encode_texts
     ids, labels = read(tokenizer, splits['train'][:ev.max_train_examples or None], task, ev)
     if task.num_labels == 1 and ev.start_at_mean: start_at_mean(model, labels)
-    loss = train_classifier(model, ids, labels, ev, seed, tokenizer, tick)
+    loss = train_classifier(model, ids, labels, ev, seed, tokenizer, tick, precision)
     metrics, answers = {}, {}
     for split in (s for s in splits if s != 'train'):
         ids, labels = read(tokenizer, splits[split], task, ev)
@@ -408,7 +412,7 @@ class Pace:
         done = self.finished + more
         return (self.clock() - self.began)*(self.total - done)/done if done else None
 
-# %% ../nbs/15_finetune.ipynb #4c238e70
+# %% ../nbs/15_finetune.ipynb #58880e64
 def evaluate_checkpoint(
     checkpoint:str|Path,    # Hugging Face folder or hub name
     ev:Eval,                # the protocol
@@ -417,6 +421,7 @@ def evaluate_checkpoint(
     seed:int=0,             # of the first trial; the next ones count up
     device:str|torch.device='cpu',
     progress:Callable=lambda *_, **__: None,  # progress(stage, done, total, seconds_left=…)
+    precision:torch.dtype=torch.float32,      # of the matrix products in training
 )->list[Trial]:
     "Run every trial of every task that is not there yet."
     folder.mkdir(parents=True, exist_ok=True)
@@ -426,7 +431,7 @@ def evaluate_checkpoint(
     left = Pace(sum(p.work for p in todo))
     for p in todo:
         tick = lambda done, total: progress(p.stage, done, total, seconds_left=left(p.work*done/total))
-        trial, answers = run_trial(checkpoint, p.task, p.splits, p.protocol, p.seed, device, tick, p.file.with_suffix('.model') if ev.save_models else None)
+        trial, answers = run_trial(checkpoint, p.task, p.splits, p.protocol, p.seed, device, tick, p.file.with_suffix('.model') if ev.save_models else None, precision)
         trial.setting, trial.remark = p.setting, '; '.join(r for r in (p.remark, trial.remark) if r)
         write_json(p.file, asdict(trial) | dict(predictions={split: a if isinstance(a, list) else np.asarray(a).tolist() for split, a in answers.items()}))
         left.finished += p.work

@@ -398,3 +398,12 @@ def test_the_command_scores_a_table_of_ones_own(checkpoint, tmp_path):
     assert "| mail | accuracy |" in done.stdout and "held out for evaluation" in done.stdout
     where = next((tmp_path/"runs/eval/eval").iterdir())
     assert {"glue.md", "glue.json", "glue.png", "predictions", "mail.seed0.model", "mail.seed1.model"} <= {p.name for p in where.iterdir()}
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_products_learn_as_well_and_weights_stay_in_32(checkpoint, precision):
+    splits, scores, losses = dict(train=rows_of("cola", 64), dev=rows_of("cola", 32, 1)), {}, {}
+    for kind in (torch.float32, precision):
+        trial, _ = run_trial(checkpoint, TASKS["cola"], splits, replace(EV, epochs=2), 0, precision=kind)
+        scores[kind], losses[kind] = trial.metrics["matthews"], trial.loss
+    assert losses[precision] == pytest.approx(losses[torch.float32], abs=0.05) and losses[precision] != losses[torch.float32]
