@@ -225,6 +225,18 @@ def data(
     write_json(text.with_suffix('.json'), asdict(d))
     return Case(lambda: _arm('ours', text, folder), lambda: _arm('theirs', text, folder), 'the same steps with datasets.map', same=lambda a, b: abs(a/b - 1) < .05, warm=0)
 
+# %% ../nbs/20_bench.ipynb #f1e7a9d2
+def _padded(tokenizer, row, task, ev):
+    "One row as run_glue.py feeds it."
+    texts = [row[f] for f in task.fields] + ['']*(len(task.fields) == 1 and ev.pair_template)
+    return dict(tokenizer(*texts, truncation=True, padding='max_length', max_length=ev.max_seq_length, return_token_type_ids=False), label=row['label'])
+
+def _silent(work):
+    "Without the loading reports of transformers."
+    def run():
+        with quiet(): return work()
+    return run
+
 # %% ../nbs/20_bench.ipynb #48ccbcfe
 def finetune(
     recipe:Recipe,          # reads eval: glue_dir and the first of its tasks; without a folder, acceptability made of the built-in text
@@ -254,17 +266,6 @@ def finetune(
         out = trainer.predict(feed(dev)).predictions
         return score(task.target, out[:, 0] if task.num_labels == 1 else out.argmax(1), np.array([r['label'] for r in dev]))
     with quiet(): return Case(_silent(ours), _silent(theirs), "transformers' Trainer, every text padded to 128", amount=rows, unit='examples', same=lambda a, b: abs(a - b) < .2)
-
-def _padded(tokenizer, row, task, ev):
-    "One row as run_glue.py feeds it."
-    texts = [row[f] for f in task.fields] + ['']*(len(task.fields) == 1 and ev.pair_template)
-    return dict(tokenizer(*texts, truncation=True, padding='max_length', max_length=ev.max_seq_length, return_token_type_ids=False), label=row['label'])
-
-def _silent(work):
-    "Without the loading reports of transformers."
-    def run():
-        with quiet(): return work()
-    return run
 
 # %% ../nbs/20_bench.ipynb #4505c25c
 CASES = dict(masking=masking, loader=loader, data=data, finetune=finetune)   # a new case: a function (recipe, folder) -> Case, and its name here

@@ -181,8 +181,6 @@ def spread(
     "Make a trainer one of several. Raises CramError when the batch does not split."
     return ParallelTrainer(trainer, world) if world.size > 1 else trainer
 
-## Meeting
-
 # %% ../nbs/13_distributed.ipynb #218c338f
 def places()->dict[str,int]:
     "What torchrun has told this process through its environment; one process alone without torchrun. Raises CramError for half of it."
