@@ -98,7 +98,7 @@ def check_config(
     refused = [f"{n}={v} (supported: {', '.join(map(str, KNOWN[g][k]))})" for n, (g, k, v) in names.items() if KNOWN[g].get(k) is not None and v not in KNOWN[g][k]]
     if refused: raise CramError(f"The configuration asks for what our parts cannot repeat: {'; '.join(refused)}.")
 
-# %% ../nbs/17_hub.ipynb #0ed3599d
+# %% ../nbs/17_hub.ipynb #fb042c86
 def is_first_version(
     arch:dict,              # from `plain`
 )->bool:                    # true for the v1 branch, `ScriptableMaskedLM`
@@ -131,6 +131,7 @@ def our_config(
         classifier_pooling=dict(zero_index='first', first='first', avg='mean-with-padding')[head.get('pooler', 'zero_index')],
         classifier_hidden_size=len(state['pooler.dense.weight']) if 'pooler.dense.weight' in state else head.get('head_dim', D), **_labels(state))
 
+# %% ../nbs/17_hub.ipynb #ced58261
 _QKV_BIAS = {'huggingface': True, 'pytorch': False, 'pytorch-seqfirst': False}     # whatever the configuration says
 
 def _positions(emb, att):
@@ -209,7 +210,7 @@ def _fold(state, layer):
         state[layer+'dense.bias'] = state[layer+'dense.bias'] + state[dense] @ bias
     if inner is not None and dense in state and not torch.equal(inner, torch.eye(len(inner), dtype=inner.dtype)): state[dense] = (state[dense].double() @ inner.double()).to(state[dense].dtype)
 
-# %% ../nbs/17_hub.ipynb #24160fcf
+# %% ../nbs/17_hub.ipynb #3decb6c0
 def from_original(
     arch_config:dict,       # of the original: `arch` of a run, model_config.json, or the hub's config.json
     state_dict:dict[str,Tensor],  # its weights, from safetensors; prefixes of DistributedDataParallel and torch.compile may be there
@@ -232,6 +233,7 @@ def from_original(
         for name, p in model.named_parameters(): p.copy_(found[name])
     return model.eval()
 
+# %% ../nbs/17_hub.ipynb #7753383c
 def _untie(state, arch, cls):
     "One matrix under two names: keep it once, and see that it is one."
     words, decoder = 'encoder.embedding.word_embedding.weight', state.pop('decoder.weight', None)
@@ -248,6 +250,7 @@ def _check_buffers(state, arch):
         want = root if name.endswith('norm_factor') else alpha if name.endswith('.alpha') else 1.0 if re.fullmatch(r'encoder\.(layers\.\d+\.)?p', name) else None
         if want is not None and abs(value.item() - want) > 5e-3*want: raise CramError(f"{name} is {value.item():.6g} where the configuration means {want:.6g}.")
 
+# %% ../nbs/17_hub.ipynb #5606663d
 def _their_names(arch, config, state):
     "Our names of what a checkpoint of this architecture may hold, and under which names of the original: the translation, read backwards."
     scale = 'learnable_scale' if config.norm_type == 'RMSNorm' else 'weight'
@@ -271,6 +274,7 @@ def _compare(found, wanted, state, theirs):
     parts = [f"{len(unknown)} unknown: {', '.join(unknown)}"]*bool(unknown) + [f"{len(missing)} missing: {', '.join(missing)}"]*bool(missing) + [f"of another shape: {'; '.join(wrong)}"]*bool(wrong)
     if parts: raise CramError(f"The weights do not fit the configuration. {'. '.join(parts)}.")
 
+# %% ../nbs/17_hub.ipynb #52734c97
 def _transformers_bert(arch, state):
     "The original's `hf-bert-*` are BERT of transformers."
     names = {k: v for k, v in arch.items() if k in BertConfig().to_dict() and k not in ('architectures', 'model_type')}
@@ -286,7 +290,7 @@ def _transformers_bert(arch, state):
     model.bert.embeddings.word_embeddings.padding_idx = None      # the original took it away before it built the model: padding is learnt there, too
     return model.eval()
 
-# %% ../nbs/17_hub.ipynb #8edac8dd
+# %% ../nbs/17_hub.ipynb #3e58138e
 def convert(
     source:str|Path,        # folder or hub name, with config.json, model_config.json or arch….json, and model.safetensors
     target:str|Path,        # folder to write; must not exist
@@ -312,6 +316,7 @@ def convert(
     if (arch.get('attention') or {}).get('rotary_embedding') is True: say("Its rotary embedding never rotated anything; the converted model has none.")
     return target
 
+# %% ../nbs/17_hub.ipynb #b49fddc0
 def _read_config(folder):
     "The configuration beside the weights."
     names = ['config.json', 'model_config.json', *sorted(p.name for p in folder.glob('arch*.json'))]

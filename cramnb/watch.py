@@ -12,7 +12,7 @@ __all__ = ['PEAKS', 'CLOCKED', 'AXES', 'COLOURS', 'read_log', 'Log', 'card_peak'
            'TensorBoard', 'WeightsAndBiases', 'Trackers', 'glance', 'notes_of', 'Bars', 'LiveChart', 'plot_run',
            'lock_path', 'is_running', 'run_state', 'list_runs', 'runs_table', 'save_plot']
 
-# %% ../nbs/18_watch.ipynb #da25e5e3
+# %% ../nbs/18_watch.ipynb #bdb298be
 import importlib.util, json, math, os, re, secrets, sys, time
 from collections.abc import Callable
 from itertools import accumulate
@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from fastcore.basics import patch
 from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -62,15 +63,14 @@ class Log:
         self.tell(row)
         return row
 
-# %% ../nbs/18_watch.ipynb #9666f8a2
-PEAKS = {   # card: (dense 16-bit TFLOP/s with 32-bit accumulation, where it is written)
-    'B200': (2250, 'data sheet'), 'H200': (989.4, 'data sheet'), 'H200 NVL': (835.5, 'data sheet'), 'GH200': (989.4, 'data sheet'), 'H100': (989.4, 'data sheet'), 'H100 PCIE': (756.5, 'data sheet'),
-    'H100 NVL': (835.5, 'data sheet'), 'H20': (148, 'data sheet'), 'A100': (312, 'data sheet'), 'A800': (312, 'data sheet'), 'A40': (149.7, 'data sheet'), 'A30': (165, 'data sheet'),
-    'A10': (125, 'data sheet'), 'L4': (121, 'data sheet'), 'L40': (181, 'data sheet'), 'L40S': (362, 'data sheet'), 'T4': (65, 'data sheet'), 'V100': (125, 'data sheet'), 'V100 PCIE': (112, 'data sheet'),
-    'RTX A6000': (154.8, 'GA102 white paper'), 'RTX A5000': (111.1, 'data sheet'), 'RTX A4000': (76.7, 'data sheet'), 'RTX 6000 ADA': (364.2, 'data sheet'),
-    'TITAN RTX': (130.5, 'Turing white paper'), 'RTX 2080 TI': (53.8, 'Turing white paper'), 'RTX 3070': (40.6, 'GA102 white paper'), 'RTX 3080': (59.5, 'GA102 white paper'),
-    'RTX 3090': (71, 'GA102 white paper'), 'RTX 4080': (97.5, 'Ada white paper'), 'RTX 4090': (165.2, 'Ada white paper'), 'RTX 5080': (112.6, 'Blackwell white paper'),
-    'RTX 5090': (209.5, 'Blackwell white paper'),
+# %% ../nbs/18_watch.ipynb #577bc6ea
+PEAKS = {   # card: (dense 16-bit TFLOP/s, sums kept in 32 bits where both are given; where it is written)
+    'B200': (2250, 'HGX data sheet'), 'H200': (989.4, 'Hopper white paper'), 'GH200': (989.4, 'Hopper white paper'), 'H100': (989.4, 'Hopper white paper'), 'H100 PCIE': (756.5, 'data sheet'),
+    'H200 NVL': (835.5, 'data sheet'), 'H100 NVL': (835.5, 'data sheet'), 'A100': (312, 'data sheet'), 'A40': (149.7, 'data sheet'), 'A30': (165, 'data sheet'), 'A10': (125, 'data sheet'),
+    'L4': (121, 'data sheet'), 'L40': (181, 'data sheet'), 'L40S': (362, 'data sheet'), 'T4': (65, 'data sheet'), 'V100': (125, 'data sheet'), 'V100 PCIE': (112, 'data sheet'),
+    'RTX A6000': (154.8, 'GA102 white paper'), 'RTX A5000': (111.1, 'data sheet'), 'RTX A4000': (76.7, 'data sheet'), 'RTX 6000 ADA': (364, 'RTX PRO Blackwell white paper'),
+    'TITAN RTX': (130, 'product page'), 'RTX 2080 TI': (53.8, 'Turing white paper'), 'RTX 3090': (71.2, 'RTX Blackwell white paper'), 'RTX 4090': (165.2, 'Ada white paper'),
+    'RTX 5090': (209.5, 'RTX Blackwell white paper'), 'RTX 3070': (40.6, 'calculated'), 'RTX 3080': (59.5, 'calculated'), 'RTX 4080': (97.5, 'calculated'), 'RTX 5080': (112.6, 'calculated'),
 }
 
 # %% ../nbs/18_watch.ipynb #002cf2cd
@@ -329,7 +329,7 @@ def notes_of(
     "What a listener to `progress` is told of an update."
     return dict(heldout=heldout) | {k: row.get(k) for k in ('loss', 'tokens_per_second', 'peak_share', 'seconds_left', 'update')}
 
-# %% ../nbs/18_watch.ipynb #e43ec134
+# %% ../nbs/18_watch.ipynb #972128b5
 class Bars:
     "One progress bar a stage, as the stages announce themselves; where nobody watches, a line now and then."
     def __init__(self, clock:Callable=time.monotonic): self.bar, self.stage, self.clock, self.said = None, None, clock, (0.0, 0.0)
@@ -348,20 +348,22 @@ class Bars:
         form = '{desc:<24}{percentage:3.0f}%|{bar:18}| {elapsed} {postfix}' if total else '{desc:<24}{n:.0f} {elapsed} {postfix}'
         self.bar = tqdm(desc=stage, total=total, bar_format=form, dynamic_ncols=True) if sys.stderr.isatty() else None
 
-    def line(self, end=False):
-        "In a file or a pipe: at the start, each twentieth that took ten seconds or more, every ten minutes, and at the end."
-        (stage, done, total, notes), now, (at, share) = self.last, self.clock(), self.said
-        here = done/total if total else 0.0
-        if not end and now - at < (10 if here >= share + 0.05 else 600): return
-        self.said = (now, here) if not end else self.said
-        print(f"{stage:<24}{f'{100*min(here, 1):3.0f} %' if total else f'{done:.0f}'}  {show_seconds(now-self.began)}  {glance(notes)}".rstrip(), file=sys.stderr, flush=True)
-
     def close(self):
         if self.bar is not None: self.bar.close()
         elif self.stage and self.last[1] and self.said[1] < 1: self.line(end=True)
         self.bar = self.stage = None
 
-# %% ../nbs/18_watch.ipynb #150e6c21
+# %% ../nbs/18_watch.ipynb #386ba360
+@patch
+def line(self:Bars, end:bool=False):
+    "In a file or a pipe: at the start, each twentieth that took ten seconds or more, every ten minutes, and at the end."
+    (stage, done, total, notes), now, (at, share) = self.last, self.clock(), self.said
+    here = done/total if total else 0.0
+    if not end and now - at < (10 if here >= share + 0.05 else 600): return
+    self.said = (now, here) if not end else self.said
+    print(f"{stage:<24}{f'{100*min(here, 1):3.0f} %' if total else f'{done:.0f}'}  {show_seconds(now-self.began)}  {glance(notes)}".rstrip(), file=sys.stderr, flush=True)
+
+# %% ../nbs/18_watch.ipynb #82af3cc3
 class LiveChart:
     "A `progress` for notebooks: the loss as a growing chart, and a still picture of it when the `with` block ends."
     def __init__(self, every:float=2.0, live:bool|None=None, clock:Callable=time.monotonic):
@@ -386,28 +388,31 @@ class LiveChart:
         if total: self.bar.value = 100*min(done/total, 1)
         if self.rows: self.image.value = self.png()
 
-    def figure(self)->Figure:
-        "Loss so far against the share of the budget."
-        fig = Figure(figsize=(7, 3), layout='constrained')
-        ax, at, losses = fig.subplots(), [r['share'] for r in self.rows], [r['loss'] for r in self.rows]
-        ax.plot(at, losses, color='0.8', lw=1)
-        ax.plot(at, smooth(losses), color='#0072B2', label='training loss, smoothed')
-        held = [(b['share'], b['heldout']) for a, b in zip([{}, *self.rows], self.rows) if b.get('heldout') is not None and b['heldout'] != a.get('heldout')]
-        if held: ax.plot(*zip(*held), 'o', color='#D55E00', label='held-out loss')
-        ax.set(xlabel='share of the budget (per cent)', ylabel='nats per token')
-        ax.spines[['top', 'right']].set_visible(False); ax.legend(frameon=False)
-        return fig
-
-    def png(self)->bytes:
-        "The picture as a file."
-        import io
-        self.figure().savefig(out := io.BytesIO(), dpi=100)
-        return out.getvalue()
-
     def __exit__(self, *_):
         from IPython.display import Image, display
         if self.live: self.box.close()
         if self.rows: display(Image(self.png(), format='png'))
+
+# %% ../nbs/18_watch.ipynb #74a6932c
+@patch
+def figure(self:LiveChart)->Figure:
+    "Loss so far against the share of the budget."
+    fig = Figure(figsize=(7, 3), layout='constrained')
+    ax, at, losses = fig.subplots(), [r['share'] for r in self.rows], [r['loss'] for r in self.rows]
+    ax.plot(at, losses, color='0.8', lw=1)
+    ax.plot(at, smooth(losses), color='#0072B2', label='training loss, smoothed')
+    held = [(b['share'], b['heldout']) for a, b in zip([{}, *self.rows], self.rows) if b.get('heldout') is not None and b['heldout'] != a.get('heldout')]
+    if held: ax.plot(*zip(*held), 'o', color='#D55E00', label='held-out loss')
+    ax.set(xlabel='share of the budget (per cent)', ylabel='nats per token')
+    ax.spines[['top', 'right']].set_visible(False); ax.legend(frameon=False)
+    return fig
+
+@patch
+def png(self:LiveChart)->bytes:
+    "The picture as a file."
+    import io
+    self.figure().savefig(out := io.BytesIO(), dpi=100)
+    return out.getvalue()
 
 # %% ../nbs/18_watch.ipynb #3937856f
 def plot_run(
@@ -465,7 +470,7 @@ def run_state(
     return out | dict(state=state, loss=summary.get('loss', loss[-1] if loss else None), heldout=summary.get('heldout', held[-1] if held else None), score=scores.get('mean'),
                       tokens=summary.get('tokens', rows[-1].get('tokens') if rows else None), device=summary.get('device_name'))
 
-# %% ../nbs/18_watch.ipynb #72ea538b
+# %% ../nbs/18_watch.ipynb #711943ed
 def list_runs(
     base_dir:str|Path,      # folder of runs
 )->list[dict]:              # of `run_state`, the one touched last at the end
@@ -477,7 +482,6 @@ def list_runs(
         except Exception as e: runs.append(dict(name=folder.name, state=f'damaged ({type(e).__name__})', loss=None, heldout=None, score=None, tokens=None, device=None, touched=0.0))
     return sorted(runs, key=lambda r: r['touched'])
 
-# %% ../nbs/18_watch.ipynb #ca0d584b
 def runs_table(
     runs:list[dict],        # from `list_runs`
 )->str:                     # a table, aligned for a terminal, that is Markdown too
