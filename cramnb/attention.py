@@ -57,7 +57,7 @@ def rotate(
     a, b = x.chunk(2, dim=-1)
     return (x*cos + torch.cat([-b, a], dim=-1)*sin).to(x.dtype)
 
-# %% ../nbs/05_attention.ipynb #0daee3b8
+# %% ../nbs/05_attention.ipynb #31e81c6f
 class Attention(nn.Module):
     "Multi-head self-attention: one matrix for queries, keys and values, one for the way out."
     def __init__(self, config):

@@ -31,8 +31,10 @@ def _after(x, w):
     "The share of the time after warm-up."
     return min(max((x-w)/(1-w), 0.0), 1.0) if w < 1 else float(x >= 1)
 
-# %% ../nbs/10_schedule.ipynb #0f82d16f
-def _cosine(x, w): return _warm(x, w) if x < w else (1 + math.cos(math.pi*_after(x, w)))/2
+# %% ../nbs/10_schedule.ipynb #d89a45e1
+def _cosine(x, w):
+    "Up to 1 at w, then down to 0 along half a cosine."
+    return _warm(x, w) if x < w else (1 + math.cos(math.pi*_after(x, w)))/2
 
 def _annealing(x, w, cycles=4):
     "Half-cosines, one after the other; each starts again at 1."

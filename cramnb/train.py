@@ -24,13 +24,14 @@ Docs: https://cramnb.github.io/cramnb/train.html.md"""
 __all__ = ['TrainState', 'Stopped', 'mlm_loss', 'MaybeCompiled', 'Trainer', 'fill_up', 'replay', 'pick_device', 'precision_for',
            'pick_precision', 'probe_microbatch', 'heldout_loss', 'unigram_entropy']
 
-# %% ../nbs/11_train.ipynb #120cdfe8
+# %% ../nbs/11_train.ipynb #a455edb0
 import inspect, time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .masking import Masked
@@ -38,7 +39,7 @@ from .optim import build_optimizer, set_lr
 from .recipe import CramError, Impl, Train
 from .schedule import batch_size_at, lr_factor, microbatches
 
-# %% ../nbs/11_train.ipynb #d2c50932
+# %% ../nbs/11_train.ipynb #02e5a5d9
 @dataclass
 class TrainState:
     "Where a run stands: all that a checkpoint must remember besides weights and optimizer."
@@ -50,7 +51,6 @@ class TrainState:
     skipped:int = 0         # updates left out because something was not finite
     skipped_in_row:int = 0  # of these, the last ones in a row
 
-# %% ../nbs/11_train.ipynb #1e4d8bc5
 class Stopped(Exception):
     "The run was asked to stop, and did, between two passes: nothing is half done."
 
@@ -78,17 +78,9 @@ class MaybeCompiled:
         self.now, self.compiled = self.plain, False
         self.say(f"torch.compile did not work here ({type(e).__name__}: {(str(e).splitlines() or [''])[0][:100]}): training goes on without it, slower. impl.compile_torch=False leaves it out.")
 
-# %% ../nbs/11_train.ipynb #a17b6926
+# %% ../nbs/11_train.ipynb #b9bdcb61
 class Trainer:
-    """Pretrain a model with given batches until the budget is spent; iterate over `updates()` to drive it.
-
-    Everything is given, nothing is drawn in here: weights, batches and clock, so that any run can be replayed.
-
-        model = build_model(preset('arch', 'crammed-bert'), vocab_size=32768)     # or with weights of your own
-        train = replace(preset('train', 'bert-o4'), scheduler='constant', batch_size=16, batch_size_ramp=0.0, progress='updates', max_updates=6)
-        def batches(first_row, rows, number): return Masked(input_ids[number], labels[number], None)      # as recorded, not masked again
-        for row in Trainer(model, train, batches, budget=24, microbatch_size=8).updates(): print(row['update'], row['loss'])
-    """
+    "Pretrain a model with given batches until the budget is spent; iterate over `updates()` to drive it. Weights, batches and clock are given, so that any run can be replayed."
     def __init__(
         self,
         model:nn.Module,            # a masked language model, already on its device
@@ -112,9 +104,6 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == torch.float16)
         self.loss = MaybeCompiled(mlm_loss, say) if compile_torch else mlm_loss
-
-# %% ../nbs/11_train.ipynb #8b4faf21
-from fastcore.basics import patch
 
 # %% ../nbs/11_train.ipynb #860df2f1
 def fill_up(
@@ -229,6 +218,15 @@ def recovers(
     self.loss.give_up(e)
     return True
 
+# %% ../nbs/11_train.ipynb #1235eafb
+@patch
+def progress(self:Trainer)->float:
+    "The share of the budget that is spent, by the clock, by tokens or by updates. Raises CramError where the recipe does not say how much that is."
+    t, s = self.train, self.state
+    spent, whole = dict(time=(s.elapsed, self.budget*3600), tokens=(s.tokens, t.max_tokens), updates=(s.update, t.max_updates))[t.progress]
+    if whole <= 0: raise CramError(f"train.progress={t.progress} needs a budget above zero: " + ('give hours.' if t.progress == 'time' else f'give train.max_{t.progress}.'))
+    return spent/whole
+
 # %% ../nbs/11_train.ipynb #6c9f4845
 @patch
 def get_ready(self:Trainer):
@@ -242,15 +240,6 @@ def get_ready(self:Trainer):
     with torch.random.fork_rng(devices=[self.device] if self.device.type == 'cuda' else []): self.gradients(m)
     self.state = before
     self.optimizer.zero_grad()
-
-# %% ../nbs/11_train.ipynb #1235eafb
-@patch
-def progress(self:Trainer)->float:
-    "The share of the budget that is spent, by the clock, by tokens or by updates. Raises CramError where the recipe does not say how much that is."
-    t, s = self.train, self.state
-    spent, whole = dict(time=(s.elapsed, self.budget*3600), tokens=(s.tokens, t.max_tokens), updates=(s.update, t.max_updates))[t.progress]
-    if whole <= 0: raise CramError(f"train.progress={t.progress} needs a budget above zero: " + ('give hours.' if t.progress == 'time' else f'give train.max_{t.progress}.'))
-    return spent/whole
 
 # %% ../nbs/11_train.ipynb #0b0355b6
 @patch
