@@ -138,12 +138,21 @@ def _write(folder, trainer, more):
     "The four files of a checkpoint, flushed. The model lies there as Hugging Face wants it, so that `from_pretrained` reads a checkpoint."
     tensors, plain = flatten(trainer.optimizer.state_dict())
     save_file({n: p.detach().contiguous() for n, p in trainer.model.named_parameters()}, folder/'model.safetensors', metadata=dict(format='pt'))
-    save_file(tensors | random_state(trainer.device), folder/'optimizer.safetensors')
+    save_file(_apart(tensors) | random_state(trainer.device), folder/'optimizer.safetensors')
     write_json(folder/'config.json', trainer.model.config.to_dict())
     hashes = {p.name: sha256(p) for p in sorted(folder.iterdir())}
     state = dict(state=asdict(trainer.state), optimizer=plain, scaler=trainer.scaler.state_dict(), sha256=hashes, versions=versions(), **more)
     write_json(folder/'state.json', state | dict(digest=digest(state)))
     for f in (*folder.iterdir(), folder): _flush(f)
+
+def _apart(tensors):
+    "A copy of each tensor that shares its memory with one before it, such as the table of codes of 8-bit AdamW: a file holds each on its own."
+    seen, out = set(), {}
+    for k, v in tensors.items():
+        place = v.untyped_storage().data_ptr() if v.numel() else None
+        out[k] = v.clone() if place in seen else v
+        if place: seen.add(place)
+    return out
 
 def versions()->dict:
     "Of what computes: the same numbers are promised for the same versions only."

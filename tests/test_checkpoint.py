@@ -51,12 +51,24 @@ def go(t, until=10**9):
 
 # --- what is remembered
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd", "lion", "radam", "adam", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd", "lion", "radam", "adam", "adafactor", "adamw8bit"])
 def test_every_optimizer_goes_on_from_a_checkpoint_as_if_nothing_had_happened(optimizer, tmp_path):
+    if optimizer == "adamw8bit": pytest.importorskip("bitsandbytes")
     whole, first = go(trainer(optimizer=optimizer)), go(trainer(optimizer=optimizer), 7)
     save_checkpoint(tmp_path, first)
     second = trainer(seed=1, optimizer=optimizer)
     assert load_checkpoint(tmp_path, second) == {}
+    assert torch.equal(weights(whole), weights(go(second)))
+
+
+def test_eight_bit_averages_of_matrices_that_are_large_enough_to_have_them(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setitem(globals(), "ARCH", replace(ARCH, hidden_size=128, intermediate_size=256))
+    make = lambda seed=0: trainer(seed=seed, optimizer="adamw8bit", max_updates=8)
+    whole, first = go(make()), go(make(), 4)
+    assert any(v.dtype == torch.uint8 for s in first.optimizer.state.values() for v in s.values() if hasattr(v, "dtype"))
+    save_checkpoint(tmp_path, first)
+    load_checkpoint(tmp_path, second := make(1))
     assert torch.equal(weights(whole), weights(go(second)))
 
 
