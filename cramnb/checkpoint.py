@@ -133,7 +133,7 @@ def save_checkpoint(
         raise NotSaved(f"{folder/name} could not be written ({e}); {before[0]} is kept.") from None
     return folder/name
 
-# %% ../nbs/12_checkpoint.ipynb #608211a2
+# %% ../nbs/12_checkpoint.ipynb #499aa7fb
 def _write(folder, trainer, more):
     "The four files of a checkpoint, flushed. The model lies there as Hugging Face wants it, so that `from_pretrained` reads a checkpoint."
     tensors, plain = flatten(trainer.optimizer.state_dict())
