@@ -150,7 +150,7 @@ def _lines(path, report):
                 report.note('not_utf8', line.count('\ufffd') - raw.count('\ufffd'.encode()), line)
             yield line
 
-# %% ../nbs/01_corpus.ipynb #d174d058
+# %% ../nbs/01_corpus.ipynb #41538f51
 def _read_text(path, wanted, report, size=2000):
     "Cut a text file at blank lines into documents of about `size` characters."
     part, n = [], 0
@@ -160,26 +160,28 @@ def _read_text(path, wanted, report, size=2000):
         if n >= size and not line.strip(): yield 0, {wanted[0]: ''.join(part).strip()}; part, n = [], 0
     yield 0, {wanted[0]: ''.join(part).strip()}
 
+def _record(value): return 'a text instead of an object with keys' if isinstance(value, str) else value     # a text in place of a record says what is wrong with it
+
 def _read_json(path, wanted, report):
     "One record a line; or, where the file opens with a bracket, one list of records."
     lines = _lines(path, report)
     first = next((line for line in lines if line.strip()), '')
     if first.lstrip().startswith('['):
-        yield from enumerate(json.loads(first + ''.join(lines)), 1)
+        yield from ((n, _record(r)) for n, r in enumerate(json.loads(first + ''.join(lines)), 1))
         return
     for n, line in enumerate(itertools.chain([first], lines), 1):
         if not line.strip(): continue
-        try: record = json.loads(line)
+        try: record = _record(json.loads(line))
         except (ValueError, RecursionError) as e: record = f"not JSON ({getattr(e, 'msg', 'too deep')})"
         yield n, record
 
-# %% ../nbs/01_corpus.ipynb #935ebbbc
+# %% ../nbs/01_corpus.ipynb #6f2c341e
 def _read_csv(path, wanted, report, delimiter=','):
     "One record a row."
     csv.field_size_limit(2**31 - 1)
     rows = csv.DictReader(_lines(path, report), delimiter=delimiter)
     _want(wanted, rows.fieldnames or [], path)
-    yield from enumerate(rows, 2)
+    yield from ((n, 'more columns than the header' if any(row.pop(None, ())) else row) for n, row in enumerate(rows, 2))
 
 def _read_tsv(path, wanted, report): return _read_csv(path, wanted, report, '\t')
 
@@ -225,16 +227,16 @@ def row_filter(
         return str(record) in allowed
     return keys[0], keep
 
-# %% ../nbs/01_corpus.ipynb #3d4576bb
+# %% ../nbs/01_corpus.ipynb #fe9c0faf
 def read_file(
-    path:Path,              # txt, md, jsonl, json, csv, tsv or parquet, perhaps with .gz or .zst behind
+    path:str|Path,          # txt, md, jsonl, json, csv, tsv or parquet, perhaps with .gz or .zst behind
     text_key:str='text',    # column or key of the text
     max_bad_lines:float=0.01,  # share of damaged lines that are skipped
     report:Report|None=None,   # is told what was mended, skipped and left out
     keep_rows:str='',       # see `row_filter`
 )->Iterator[str]:           # documents; empty ones are left out
     "Read documents from one file. Raises CramError naming file and line."
-    report, (extra, keep) = report or Report(), row_filter(keep_rows)
+    path, report, (extra, keep) = Path(path), report or Report(), row_filter(keep_rows)
     good, bad, first = 0, 0, ''
     too_many = lambda lines: CramError(f"{path}, {first}. {bad:,} of {lines:,} lines are damaged; data.max_bad_lines={max_bad_lines} allows fewer.")
     try:
@@ -255,13 +257,14 @@ def read_file(
     except ImportError: raise CramError(f"{path} is compressed with zstandard: `pip install zstandard` to read it.") from None
     except Exception as e: raise CramError(f"{path} is damaged or cut short: {str(e).rstrip('.') or type(e).__name__}.") from e
 
-# %% ../nbs/01_corpus.ipynb #66947c32
+# %% ../nbs/01_corpus.ipynb #56a9254b
 def find_files(
-    spec:str,           # file, folder or glob; several separated by commas
+    spec:str|Path,      # file, folder or glob; several separated by commas
 )->list[Path]:          # sorted, folders searched to the bottom
     "Find the files a user named. Raises FileNotFoundError or CramError."
     found = []
-    for part in filter(None, (s.strip() for s in spec.split(','))):
+    whole = Path(spec).expanduser()
+    for part in [str(whole)] if whole.is_file() else filter(None, (s.strip() for s in str(spec).split(','))):
         path = Path(part).expanduser()
         if path.is_dir(): hits = [p for p in path.rglob('*') if p.is_file() and not any(s.startswith('.') for s in p.relative_to(path).parts)]
         else: hits = [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
@@ -291,7 +294,7 @@ def choose_files(
     by = {s: [p for p in paths if split_of(p) == s] for s in ('train', 'heldout', '')}
     return (by['train'] or by[''] or paths), (by['heldout'] if by['train'] or by[''] else [])
 
-# %% ../nbs/01_corpus.ipynb #2cd7e42c
+# %% ../nbs/01_corpus.ipynb #9946644e
 def open_hub(
     data:Data,          # reads hub_path, hub_name, hub_split, hub_revision
     report:Report,      # is told when a conversion is read instead of the set
@@ -300,6 +303,10 @@ def open_hub(
     from datasets import load_dataset
     common = dict(split=data.hub_split, streaming=True)
     try: return load_dataset(data.hub_path, data.hub_name or None, revision=data.hub_revision or None, **common)
+    except ValueError:      # a copy of the hub's folders whose README.md, which names the configurations, stayed behind: `en`, or `sample/10BT` for sample-10BT
+        folder = next((f for f in (data.hub_name, data.hub_name.replace('-', '/', 1)) if f and (Path(data.hub_path)/f).is_dir()), None)
+        if not folder: raise
+        return load_dataset(data.hub_path, data_dir=folder, **common)
     except RuntimeError as e:
         if 'scripts are no longer supported' not in str(e): raise
     report.note('hub_conversion', example=f"{data.hub_path} is a script; its parquet conversion by the hub is read, which may be only the beginning of a large set")
@@ -330,7 +337,7 @@ def read_hub(
     except CramError: raise
     except Exception as e: raise ConnectionError(f"{data.hub_path} ended after {n:,} records: {(str(e).splitlines() or [type(e).__name__])[0]}. The same command starts it again.{instead}") from e
 
-# %% ../nbs/01_corpus.ipynb #f887d8b6
+# %% ../nbs/01_corpus.ipynb #460b2792
 _PART = ('source', 'hub_path', 'hub_name', 'hub_split', 'hub_revision', 'text_key', 'keep_rows', 'join_rows')
 
 def mix_parts(
@@ -343,7 +350,7 @@ def mix_parts(
     out = []
     for part in parts:
         name, colon, weight = part.rpartition(':')
-        if not re.fullmatch(r'[0-9]*\.?[0-9]+', weight) or not colon or not float(weight): raise CramError(f"data.mix: {part!r} is not NAME:WEIGHT with a weight above zero.")
+        if not re.fullmatch(r'[0-9]*\.?[0-9]+(e-?[0-9]+)?', weight) or not colon or not float(weight): raise CramError(f"data.mix: {part!r} is not NAME:WEIGHT with a weight above zero.")
         if name not in PRESETS['data'] and Path(name).expanduser().exists(): source = replace(data, source='files', files=name, mix='')
         else:
             found = preset('data', name)

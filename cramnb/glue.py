@@ -1,6 +1,6 @@
 """The GLUE tasks, their numbers, and a suite made from your own text
 
-The GLUE tasks, their numbers, three of SuperGLUE, a suite made from your own text, and tables of your own. `TASKS` says what each task asks and which metric counts, `score` and `GlueMetric` compute it without a download, and `load_tasks` reads rows from folders (JSON lines or GLUE's own tables), the hub, held-out text, or a CSV file. `baseline` says what an answer that never reads would score.
+The GLUE tasks, their numbers, three of SuperGLUE, a suite made from your own text, and tables of your own. `TASKS` says what each task asks and which metric counts, `score` and `GlueMetric` compute it without a download, and `load_tasks` reads rows from folders (JSON lines, GLUE's own tables or the hub's parquet files), the hub, held-out text, or a CSV file. `baseline` says what an answer that never reads would score.
 
 Docs: https://cramnb.github.io/cramnb/glue.html.md"""
 
@@ -11,14 +11,15 @@ __all__ = ['TASKS', 'GLUE', 'LOCAL', 'METRICS', 'PUBLISHED_TASKS', 'PUBLISHED', 
            'baseline', 'GlueMetric', 'task_folder', 'numbered', 'load_folder', 'load_hub', 'check_rows', 'read_table',
            'own_task', 'load_task', 'load_tasks', 'sentences', 'scramble', 'replace_words', 'local_suite']
 
-# %% ../nbs/14_glue.ipynb #3991edbf
-import csv, gzip, json, math, re
+# %% ../nbs/14_glue.ipynb #a71d8e6c
+import csv, gzip, io, json, math, re, zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
 import evaluate
 import numpy as np
+import pyarrow.parquet as pq
 from scipy import stats
 from sklearn import metrics as sk
 
@@ -74,22 +75,23 @@ def task_names(
     if not names: raise CramError(f"eval.tasks is empty: choose from {', '.join(TASKS)}.")
     return names
 
-# %% ../nbs/14_glue.ipynb #a3b5194d
+# %% ../nbs/14_glue.ipynb #5a4244ed
 def score(
     name:str,               # 'accuracy', 'f1', 'macro_f1', 'matthews', 'pearson', 'spearman'
     predictions:np.ndarray, # (n,) classes or values
     references:np.ndarray,  # (n,) classes or values
 )->float:                   # from -1 or 0 to 1
-    "Score answers. A constant column has no correlation, and answers with a NaN are worth nothing: both give 0. Raises CramError for an unknown name."
+    "Score answers. A constant column has no correlation, and answers with a NaN are worth nothing: both give 0. Raises CramError for an unknown name, or where answers are missing."
     p, r = np.asarray(predictions), np.asarray(references)
     if name not in METRICS: raise CramError(f"{name!r} is not a metric: choose from {', '.join(METRICS)}.{nearest(name, METRICS)}")
-    if not np.isfinite(p).all(): return 0.0
+    if len(p) != len(r) or not len(p): raise CramError(f"{len(p):,} predictions for {len(r):,} references: give one for each row.")
+    if not (np.isfinite(p).all() and np.isfinite(r).all()): return 0.0
     if name == 'accuracy': return float((p == r).mean())
     if name == 'f1': return float(sk.f1_score(r, p, zero_division=0))
     if name == 'macro_f1': return float(sk.f1_score(r, p, average='macro', zero_division=0))
     if name == 'matthews': return float(sk.matthews_corrcoef(r, p))
     if len(np.unique(p)) < 2 or len(np.unique(r)) < 2: return 0.0
-    return float(dict(pearson=stats.pearsonr, spearman=stats.spearmanr)[name](p, r)[0])
+    return float(np.nan_to_num(dict(pearson=stats.pearsonr, spearman=stats.spearmanr)[name](p, r)[0]))
 
 METRICS = ('accuracy', 'f1', 'macro_f1', 'matthews', 'pearson', 'spearman')
 
@@ -127,18 +129,30 @@ PUBLISHED = {
     'BERT-base, fully trained':     (83.2, 83.4, 91.9, 86.7, 59.2, 90.6, 87.7, 89.3, 56.5),   # copies of the paper's table
     'BERT-base, no pretraining':    (34.1, 34.1, 79.9, 17.8, 47.3, 50.0, 68.6, 77.9,  0.0)}   # copies of the paper's table
 
-# %% ../nbs/14_glue.ipynb #4ddcc679
-def _read(path):
-    "Rows of a file of JSON lines, compressed or not. Raises CramError with the line that is none."
-    with gzip.open(path, 'rt', encoding='utf-8', newline='\n') if path.suffix == '.gz' else path.open(encoding='utf-8', newline='\n') as f:
-        rows = []
-        for n, line in enumerate(f, 1):
-            if not line.strip(): continue
-            try: rows.append(json.loads(line))
-            except ValueError: raise CramError(f"{path}, line {n}, is not JSON: {line.strip()[:60]!r}.") from None
-        return rows
+# %% ../nbs/14_glue.ipynb #cec9501f
+def _text(path):
+    "All of a text file, compressed or not, without its byte-order mark. Raises CramError."
+    try:
+        raw = path.read_bytes()
+        return (gzip.decompress(raw) if raw[:2] == b'\x1f\x8b' else raw).decode('utf-8-sig')
+    except UnicodeDecodeError as e: raise CramError(f"{path} is not text in UTF-8: its byte {e.start:,} is no character. `iconv -f latin1 -t utf-8` converts an older encoding.") from None
+    except (OSError, EOFError, zlib.error) as e: raise CramError(f"{path} is damaged or cannot be read: {getattr(e, 'strerror', None) or e}.") from None
 
-# %% ../nbs/14_glue.ipynb #99faf81c
+def _read(path):
+    "Rows of a file of JSON lines, or of one JSON list, compressed or not. Raises CramError with the line that is none."
+    text, rows = _text(path), []
+    if path.name.removesuffix('.gz').endswith('.json') and text.lstrip().startswith('['):
+        try: text = '\n'.join(map(json.dumps, json.loads(text)))
+        except ValueError as e: raise CramError(f"{path} is not JSON: {e}.") from None
+    for n, line in enumerate(text.split('\n'), 1):
+        if not line.strip(): continue
+        try: row = json.loads(line)
+        except ValueError: raise CramError(f"{path}, line {n}, is not JSON: {line.strip()[:60]!r}.") from None
+        if not isinstance(row, dict): raise CramError(f"{path}, line {n}, is no object with keys: {line.strip()[:60]!r}.")
+        rows.append(row)
+    return rows
+
+# %% ../nbs/14_glue.ipynb #d82918b8
 def task_folder(
     name:str,               # of a task
     glue_dir:str|Path,      # where to look
@@ -149,6 +163,11 @@ def task_folder(
         if p.is_dir() and re.sub('[^a-z0-9]', '', p.name.lower()) == name: return p
     raise FileNotFoundError(f"eval.glue_dir={glue_dir}: there is no folder {name} in it.")
 
+def _number(value):
+    "A finite float, or None for what is not a number."
+    try: return float(value) if math.isfinite(float(value)) else None
+    except (TypeError, ValueError): return None
+
 def numbered(
     task:Task,              # reads labels, num_labels
     row:dict,               # as in the file
@@ -157,48 +176,77 @@ def numbered(
     label = row.get('label')
     if label is None or label == -1: return row
     if str(label) in task.labels: return row | dict(label=task.labels.index(str(label)))
-    try: return row | dict(label=float(label) if task.num_labels == 1 else int(label))
-    except ValueError: raise CramError(f"Task {task.name}: the label {label!r} is none of {', '.join(task.labels) or f'0 to {task.num_labels-1}'}.") from None
+    number = _number(label)
+    if number is None or task.num_labels > 1 and number % 1:
+        raise CramError(f"Task {task.name}: the label {label!r} is " + ('no number.' if task.num_labels == 1 else f"none of {', '.join(task.labels) or f'0 to {task.num_labels-1}'}."))
+    return row | dict(label=number if task.num_labels == 1 else int(number))
 
-# %% ../nbs/14_glue.ipynb #92a5af01
+# %% ../nbs/14_glue.ipynb #2fe9df51
 SPLITS = dict(train=('train', 'train_subset'), dev=('dev', 'dev_matched', 'validation', 'validation_matched', 'val'), test=('test', 'test_matched'),
               dev_mismatched=('dev_mismatched', 'validation_mismatched'), test_mismatched=('test_mismatched',))   # our names, and those of files
 
-def _find(folder, stems, endings=('.jsonl.gz', '.jsonl', '.tsv')):
-    "The first file that is there, or None."
-    return next((folder/f'{stem}{ending}' for stem in stems for ending in endings if (folder/f'{stem}{ending}').exists()), None)
+def _find(folder, stems, endings=('.jsonl.gz', '.jsonl', '.json.gz', '.json', '.tsv', '.tsv.gz', '.csv', '.parquet')):
+    "The file of a split that is there, or its parts in the hub's layout."
+    for stem in stems:
+        paths = [folder/f'{stem}{ending}' for ending in endings if (folder/f'{stem}{ending}').is_file()][:1]
+        paths = paths or sorted(folder.glob(f'{stem}-*-of-*.parquet')) or sorted((folder/stem).glob('*.parquet')) or sorted((folder/stem).glob('*.arrow'))
+        if paths: return paths
+    return []
 
 def load_folder(
     name:str,               # of a task
-    glue_dir:str|Path,      # holds one folder a task: JSON lines (train.jsonl, dev.jsonl.gz …) or GLUE's own TSV files
+    glue_dir:str|Path,      # holds one folder a task: JSON lines (train.jsonl, dev.jsonl.gz …), GLUE's own TSV files, or the hub's parquet files
 )->dict[str,list[dict]]:    # 'train', 'dev', and where there are any 'test', 'dev_mismatched', 'test_mismatched'
     "Read a task from files, into the field names of `nyu-mll/glue`. Raises FileNotFoundError, and CramError for a line that cannot be read."
-    task, found = TASKS[name], {}
+    task, folder, found = TASKS[name], task_folder(name, glue_dir), {}
     for split, stems in SPLITS.items():
-        path = _find(task_folder(name, glue_dir), stems)
-        if path is None and (split in ('train', 'dev') or task.extra and split == 'dev_mismatched'):
-            raise FileNotFoundError(f"{task_folder(name, glue_dir)} holds none of {', '.join(s+'.jsonl(.gz)' for s in stems)}, and no .tsv of these names.")
-        if path is not None and (task.extra or 'mismatched' not in split):
-            found[split] = [numbered(task, row) for row in (_read_tsv(task, path, split) if path.suffix == '.tsv' else _read(path))]
+        paths = _find(folder, stems)
+        if paths: rows = [row for p in paths for row in _read_any(task, p, split)]
+        elif name == 'mrpc': paths, rows = _read_msr(folder, split)
+        if not paths and (split in ('train', 'dev') or task.extra and split == 'dev_mismatched'):
+            raise FileNotFoundError(f"{folder} holds none of {', '.join(s+'.jsonl(.gz)' for s in stems)}, and no .tsv, .json, .csv or .parquet of these names.")
+        if paths and (task.extra or 'mismatched' not in split): found[split] = [numbered(task, _renamed(task, row)) for row in rows]
     return found
 
-# %% ../nbs/14_glue.ipynb #cd282f19
+def _read_any(task, path, split):
+    if path.suffix == '.parquet': return pq.read_table(path).to_pylist()
+    if path.suffix == '.arrow': return datasets.Dataset.from_file(str(path)).to_list()
+    if path.suffix == '.csv': return read_table(path)
+    return _read_tsv(task, path, split) if path.name.removesuffix('.gz').endswith('.tsv') else _read(path)
+
+def _renamed(task, row):
+    "SuperGLUE calls the two texts of RTE premise and hypothesis."
+    other = dict(sentence1='premise', sentence2='hypothesis', premise='sentence1', hypothesis='sentence2')
+    return row | {f: row[other[f]] for f in task.fields if f not in row and other.get(f) in row}
+
+# %% ../nbs/14_glue.ipynb #a775cbc5
 TSV = dict(cola=('sentence', 'label'), sst2=('sentence', 'label'), mrpc=('#1 String', '#2 String', 'Quality'), qqp=('question1', 'question2', 'is_duplicate'),
            stsb=('sentence1', 'sentence2', 'score'), mnli=('sentence1', 'sentence2', 'gold_label'), qnli=('question', 'sentence', 'label'),
            rte=('sentence1', 'sentence2', 'label'), wnli=('sentence1', 'sentence2', 'label'))   # text columns, then the label, in GLUE's own files
 
-def _read_tsv(task, path, split):
-    "Rows of one of GLUE's own files; a line with too few columns is left out, as `nyu-mll/glue` does. Raises CramError."
+def _read_tsv(task, path, split, keep=lambda cells: True):
+    "Rows of one of GLUE's own files; a line with too few columns is left out, as `nyu-mll/glue` does, but not from a test, whose rows a server counts. Raises CramError."
     if task.name not in TSV: raise CramError(f"{path}: {task.name} is read from JSON lines, not from a table.")
-    lines = path.read_bytes().decode('utf-8-sig').split('\n')     # not splitlines: texts hold other line separators
-    table = [line.rstrip('\r').split('\t') for line in lines if line.strip()]
-    bare = task.name == 'cola' and split != 'test'
-    header = ['source', 'label', 'mark', 'sentence'] if bare else table.pop(0)
-    columns = TSV[task.name][:-1] if split.startswith('test') else TSV[task.name]
+    test, columns = split.startswith('test'), TSV[task.name][:-1] if split.startswith('test') else TSV[task.name]
+    lines = [line.rstrip('\r') for line in _text(path).split('\n') if line.strip()]     # not splitlines: texts hold other line separators
+    header = lines.pop(0).split('\t') if lines else []
+    if task.name == 'cola' and 'sentence' not in header and len(header) == 4: lines, header = ['\t'.join(header), *lines], ['source', 'label', 'mark', 'sentence']
     lost = [c for c in columns if c not in header]
     if lost: raise CramError(f"{path}: no column {', '.join(lost)}; it has {', '.join(header)}.")
-    places, names = [header.index(c) for c in columns], (*task.fields, 'label')
-    return [dict(zip(names, (cells[i] for i in places)), idx=n) for n, cells in enumerate(table) if len(cells) > max(places) and all(cells[i] for i in places)]
+    places, names, rows = [header.index(c) for c in columns], (*task.fields, 'label'), []
+    for n, line in enumerate(lines):
+        cells = line.split('\t')
+        if test: cells += ['']*(len(header) - len(cells))
+        if test or len(cells) > max(places) and all(cells[i] for i in places) and keep(cells): rows.append(dict(zip(names, (cells[i] for i in places)), idx=n))
+    return rows
+
+def _read_msr(folder, split):
+    "MRPC under its publisher's names: GLUE evaluates on those rows of the training file that dev_ids.tsv lists. Without that list, on the file for testing, whose labels are known."
+    ids, files = _find(folder, ('dev_ids', 'mrpc_dev_ids')), {kind: folder/f'msr_paraphrase_{kind}.txt' for kind in ('train', 'test')}
+    path = files['test' if split == 'test' or split == 'dev' and not ids else 'train']
+    if split not in ('train', 'dev', 'test') or split == 'test' and not ids or not path.is_file(): return [], []
+    listed = {tuple(line.split()) for line in _text(ids[0]).split('\n')} if ids else set()
+    return [path], _read_tsv(TASKS['mrpc'], path, split, lambda cells: not ids or (tuple(cells[1:3]) in listed) == (split == 'dev'))
 
 # %% ../nbs/14_glue.ipynb #760b8d4f
 def load_hub(
@@ -217,7 +265,7 @@ def _from_hub(path, name):
         if 'scripts are no longer supported' not in str(e): raise
         return datasets.load_dataset(path, data_dir=name, revision='refs/convert/parquet')
 
-# %% ../nbs/14_glue.ipynb #ab82789c
+# %% ../nbs/14_glue.ipynb #ba3fbed3
 def check_rows(
     task:Task,              # what is expected
     splits:dict[str,list[dict]],  # as loaded
@@ -228,19 +276,21 @@ def check_rows(
         wanted = task.fields if split.startswith('test') else (*task.fields, 'label')
         missing = [f for f in wanted if f not in rows[0]]
         if missing: raise CramError(f"Task {task.name}, split {split}: no column {', '.join(missing)}; it has {', '.join(rows[0])}.")
+        odd = next(((n, f, row.get(f)) for n, row in enumerate(rows) for f in task.fields if not isinstance(row.get(f), str)), None)
+        if odd and not task.per_token: raise CramError(f"Task {task.name}, split {split}, row {odd[0]}: {odd[1]} holds {odd[2]!r}, not text.")
         if not split.startswith('test') and not task.per_token: _check_labels(task, split, rows)
     want, got = task.rows, (len(splits['train']), len(splits['dev']))
-    notes = [f"{g:,} of {w:,} {s} rows" for s, w, g in zip(('training', 'evaluation'), want, got) if w and w != g]
+    notes = [f"{g:,} {'of' if g < w else 'instead of'} {w:,} {s} rows" for s, w, g in zip(('training', 'evaluation'), want, got) if w and w != g]
     return f"{task.name}: {' and '.join(notes)}; not comparable with published scores" if notes else ''
 
 def _check_labels(task, split, rows):
     "Raise CramError for the first label that the task cannot have."
     for n, row in enumerate(rows):
         label = row.get('label')
-        if isinstance(label, (int, float)) and math.isfinite(label) and (task.num_labels == 1 or label in range(task.num_labels)): continue
+        if isinstance(label, (int, float)) and math.isfinite(label) and (task.num_labels == 1 and (task.hub == '' or label >= 0) or task.num_labels > 1 and label in range(task.num_labels)): continue
         raise CramError(f"Task {task.name}, split {split}, row {n}: the label {label!r} is not {'a number' if task.num_labels == 1 else f'one of 0 to {task.num_labels-1}'}.")
 
-# %% ../nbs/14_glue.ipynb #6508896c
+# %% ../nbs/14_glue.ipynb #96f9c3a7
 def read_table(
     path:str|Path,          # .csv, .tsv, .jsonl, .json, each also with .gz
 )->list[dict]:              # one dict a row
@@ -249,9 +299,17 @@ def read_table(
     if not path.is_file(): raise FileNotFoundError(f"eval.files={path}: there is no such file.")
     kind = path.name.removesuffix('.gz').rpartition('.')[2].lower()
     if kind in ('jsonl', 'json'): return _read(path)
-    if kind not in ('csv', 'tsv'): raise CramError(f"eval.files={path}: give .csv, .tsv or .jsonl, also with .gz.")
-    with gzip.open(path, 'rt', encoding='utf-8-sig', newline='') if path.suffix == '.gz' else path.open(encoding='utf-8-sig', newline='') as f:
-        return list(csv.DictReader(f, delimiter=',' if kind == 'csv' else '\t'))
+    if kind not in ('csv', 'tsv'): raise CramError(f"eval.files={path}: give .csv, .tsv or .jsonl (or .json), also with .gz.")
+    text = _text(path)
+    first = text.partition('\n')[0]
+    csv.field_size_limit(2**31 - 1)
+    reader, rows = csv.DictReader(io.StringIO(text, newline=''), delimiter='\t' if kind == 'tsv' else ';' if first.count(';') > first.count(',') else ','), []
+    try:
+        for row in reader:
+            if any(row.pop(None, ())): raise CramError(f"{path}, line {reader.line_num}, has more columns than the header: put quotes around a text that holds a separator.")
+            rows.append(row)
+    except csv.Error as e: raise CramError(f"{path}, line {reader.line_num}: {e}.") from None
+    return rows
 
 def _split(rows, seed):
     "Hold out every tenth row, drawn at random. Raises CramError for too few."
@@ -260,18 +318,14 @@ def _split(rows, seed):
     cut = max(1, len(rows)//10)
     return dict(train=[rows[i] for i in order[cut:]], dev=[rows[i] for i in order[:cut]])
 
-def _number(value):
-    "A finite float, or None for what is not a number."
-    try: return float(value) if math.isfinite(float(value)) else None
-    except (TypeError, ValueError): return None
-
-# %% ../nbs/14_glue.ipynb #d00efcda
+# %% ../nbs/14_glue.ipynb #e6b40cae
 def _describe(name, row, labels, metric, text_columns, label_column):
     "The `Task` of a table. Raises CramError."
     fields = tuple(c.strip() for c in text_columns.split(',') if c.strip()) or tuple(c for c, v in row.items() if c not in (label_column, 'idx', 'id') and isinstance(v, (str, list)))
     lost = [c for c in fields if c not in row]
     if lost or not fields: raise CramError(f"eval.text_columns={text_columns}: no column {', '.join(lost) or 'of text'}; there are {', '.join(row)}.")
     per_token = isinstance(labels[0], list)
+    if mixed := next((v for v in labels if isinstance(v, list) != per_token), None): raise CramError(f"{name}: some rows are labelled with a list of tags, others with {mixed!r}.")
     values = [_number(v) for v in labels] if not per_token else []
     real = not per_token and all(v is not None for v in values) and (metric in ('pearson', 'spearman') or any(v % 1 for v in values))
     names = () if real else tuple(sorted({str(t) for v in labels for t in (v if per_token else [v])}, key=lambda t: (_number(t) is None, _number(t) or 0.0, t)))
@@ -285,13 +339,15 @@ def _describe(name, row, labels, metric, text_columns, label_column):
 
 def _own_row(task, row, label_column):
     "The texts of a row, and its label as a number. Raises CramError."
-    label, lost = row[label_column], [f for f in task.fields if row.get(f) is None]
-    if lost: raise CramError(f"A row of {task.name} has no {', '.join(lost)}; its {label_column} is {label!r}.")
-    if task.per_token and len(label) != len(row[task.fields[0]]): raise CramError(f"A row of {task.name} has {len(row[task.fields[0]])} words and {len(label)} labels.")
+    label, texts = row[label_column], {f: row.get(f) for f in task.fields}
+    for f, text in texts.items():
+        if isinstance(text, (int, float)): texts[f] = str(text)
+        elif not isinstance(text, list if task.per_token else str): raise CramError(f"A row of {task.name} has {text!r} in its column {f}, where {'a list of words' if task.per_token else 'a text'} is expected.")
+    if task.per_token and len(label) != len(texts[task.fields[0]]): raise CramError(f"A row of {task.name} has {len(texts[task.fields[0]])} words and {len(label)} labels.")
     number = [task.labels.index(str(t)) for t in label] if task.per_token else float(label) if task.num_labels == 1 else task.labels.index(str(label))
-    return {f: row[f] for f in task.fields} | dict(label=number)
+    return texts | dict(label=number)
 
-# %% ../nbs/14_glue.ipynb #cd2462a2
+# %% ../nbs/14_glue.ipynb #19bb4a27
 def own_task(
     files:str,              # training file, or training and evaluation file with a comma between
     metric:str='',          # the one that counts; empty: accuracy, or pearson for values
@@ -300,14 +356,14 @@ def own_task(
     seed:int=0,             # of the rows that are held out where there is one file
 )->tuple[Task,dict[str,list[dict]],str]:   # task, splits, remark
     "Make a task from the reader's own table. Raises CramError, or FileNotFoundError."
-    paths = [p.strip() for p in files.split(',') if p.strip()]
+    paths = [str(files)] if Path(files).expanduser().is_file() else [p.strip() for p in str(files).split(',') if p.strip()]
     if len(paths) not in (1, 2): raise CramError(f"eval.files={files}: give a training file, or a training and an evaluation file with a comma between.")
     splits = dict(zip(('train', 'dev'), map(read_table, paths)))
     for path, rows in zip(paths, splits.values()):
         if not rows: raise CramError(f"eval.files={path} holds no rows.")
         if label_column not in rows[0]: raise CramError(f"eval.files={path}: no column {label_column}; it has {', '.join(rows[0])}. Name one with eval.label_column.")
-        bare = next((n for n, r in enumerate(rows, 1) if r.get(label_column) in (None, '')), 0)
-        if bare: raise CramError(f"eval.files={path}: row {bare} has no {label_column}.")
+        odd = next((n for n, r in enumerate(rows, 1) if r.get(label_column) in (None, '')), None)
+        if odd: raise CramError(f"eval.files={path}: row {odd} has no {label_column}.")
     if label_column != 'label': splits = {k: [{'label (text)' if c == 'label' else c: v for c, v in r.items()} for r in rows] for k, rows in splits.items()}   # our rows keep the answer there
     remark = ''
     if len(paths) == 1: splits, remark = _split(splits['train'], seed), 'every tenth row of the file, drawn at random, is held out for evaluation'

@@ -14,7 +14,7 @@ __all__ = ['BLOCK', 'WINDOW', 'ORDERS', 'FORMAT', 'WORD', 'TASKS', 'KEPT', 'pack
            'clean_stage', 'order_rows', 'token_stage', 'examples', 'data_card', 'load_corpus', 'DiskFull',
            'prepare_corpus', 'fetch_tokenizer', 'ready_stage']
 
-# %% ../nbs/03_packing.ipynb #18e4bca3
+# %% ../nbs/03_packing.ipynb #66e6ed3a
 import errno, hashlib, io, json, os, queue, re, shutil, subprocess, sys, unicodedata, zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +33,7 @@ from fastcore.basics import patch
 from filelock import FileLock, Timeout
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from omegaconf import OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -264,12 +265,19 @@ def store_folder(
     "The folder of a corpus, readable by a person and unique by its key."
     return Path(path)/f"{data.source}_{data.tokenizer}x{data.vocab_size}_{store_key(data)}"
 
-# %% ../nbs/03_packing.ipynb #31b10d5e
+# %% ../nbs/03_packing.ipynb #9cfc1ca0
 def original_key(
     config:dict,        # the resolved data configuration of the original, with all its sources
 )->str:                 # 32 hex digits
     "The checksum in the names of the original's corpora: md5 of the configuration as JSON with sorted keys."
-    return hashlib.md5(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    if OmegaConf.is_config(config): config = OmegaConf.to_container(config, resolve=True)
+    return hashlib.md5(json.dumps(_floats(config), sort_keys=True).encode()).hexdigest()
+
+def _floats(value):
+    "Text such as 8e6, which a plain YAML reader leaves as text, becomes the number that the original read."
+    if isinstance(value, dict): return {k: _floats(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)): return [_floats(v) for v in value]
+    return float(value) if isinstance(value, str) and re.fullmatch(r'[0-9]+(\.[0-9]*)?e[+-]?[0-9]+', value) else value
 
 def original_config(
     name:str,           # of the corpus
@@ -829,7 +837,7 @@ def _lock(folder, progress):
 class DiskFull(CramError):
     "No space left; what was finished is kept."
 
-# %% ../nbs/03_packing.ipynb #7ec8029e
+# %% ../nbs/03_packing.ipynb #0e5f1736
 KEPT = ('rows.arrow', 'heldout.arrow', 'heldout.json', 'tokenizer', 'card.json', 'README.md', 'dataset_info.json', 'state.json')     # of a finished corpus; all else is scrap
 
 def prepare_corpus(
@@ -849,7 +857,7 @@ def prepare_corpus(
             if not (build/'card.json').exists(): _finish(data, build, _build(data, build, progress))
         except CramError: _leave_nothing(build, Path(str(folder)+'.lock')); raise
         except OSError as e:
-            if e.errno != errno.ENOSPC: raise
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): raise
             raise DiskFull(f"The disk is full: {build} cannot grow. Free some space and call again; finished parts are kept.") from None
         for scrap in build.iterdir():
             if scrap.name not in KEPT: shutil.rmtree(scrap, ignore_errors=True) if scrap.is_dir() else scrap.unlink()
@@ -879,11 +887,16 @@ def fetch_tokenizer(
     if lost: raise CramError(f"The tokenizer of {hub_path} has no {', '.join(lost)}.")
     return tokenizer
 
-# %% ../nbs/03_packing.ipynb #4a85cd96
-def _blocks(stream, size, limit, data):
+# %% ../nbs/03_packing.ipynb #135ce8a0
+def _unbroken(stream, data):
+    "The tables of a stream. Raises ConnectionError where it breaks off."
+    try: yield from stream.iter(batch_size=4096)
+    except Exception as e: raise ConnectionError(f"{data.hub_path} broke off: {(str(e).splitlines() or [type(e).__name__])[0]}. The same command goes on where it stopped.") from e
+
+def _blocks(tables, size, limit, data):
     "Arrays of `size` rows from a stream of tables, at most `limit` rows in all."
     rest, total = np.zeros((0, data.seq_length), np.uint32), 0
-    for table in stream.iter(batch_size=4096):
+    for table in tables:
         if 'input_ids' not in table.column_names: raise CramError(f"{data.hub_path} has no column 'input_ids'; it has {', '.join(table.column_names)}.")
         flat = table.column('input_ids').combine_chunks()
         ids = np.asarray((flat.chunk(0) if isinstance(flat, pa.ChunkedArray) else flat).flatten())
@@ -906,23 +919,23 @@ def _split(parts, share, heldout):
         picked = np.array([zlib.crc32(r.tobytes()) % 100_000 < share*100_000 for r in rows], bool) == heldout
         if picked.any(): yield rows[picked]
 
-# %% ../nbs/03_packing.ipynb #28d56c3f
+# %% ../nbs/03_packing.ipynb #0ad72932
 def ready_stage(
     data:Data,          # reads hub_path, hub_name, hub_split, max_rows, heldout
     folder:Path,        # of the build
     progress:Callable,  # progress(stage, done, total or None)
     part_rows:int=262_144,  # rows a part: what a stopped download loses at most
 )->dict:                # counts
-    "Stream ready-made rows into the store. Raises CramError."
-    tokenizer = fetch_tokenizer(data.hub_path, folder/'tokenizer')
+    "Stream ready-made rows into the store. Raises CramError, or ConnectionError when the network ends: then what was fetched is kept."
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder/'tokenizer') if (folder/'parts').exists() else fetch_tokenizer(data.hub_path, folder/'tokenizer')
     if len(tokenizer) != data.vocab_size: raise CramError(f"data.vocab_size={data.vocab_size}, but the tokenizer of {data.hub_path} has {len(tokenizer)} entries: set it to that.")
     parts = folder/'parts'
     parts.mkdir(exist_ok=True)
     done = len(list(parts.glob('*.arrow')))
     try: stream = open_hub(data, Report()).with_format('arrow').skip(done*part_rows)
-    except Exception as e: raise CramError(f"data.hub_path={data.hub_path} cannot be loaded: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
+    except Exception as e: raise (ConnectionError if done else CramError)(f"data.hub_path={data.hub_path} cannot be loaded: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
     limit = data.max_rows or None
-    for n, block in enumerate(_blocks(stream, part_rows, None if limit is None else max(0, limit - done*part_rows), data), done):
+    for n, block in enumerate(_blocks(_unbroken(stream, data), part_rows, None if limit is None else max(0, limit - done*part_rows), data), done):
         write_rows([block], parts/f'{n:05d}.arrow', data.vocab_size)
         progress('fetching rows', n*part_rows + len(block), limit)
     counts = dict(rows=write_rows(_split(parts, data.heldout, False), folder/'rows.arrow', data.vocab_size), heldout_rows=write_rows(_split(parts, data.heldout, True), folder/'heldout.arrow', data.vocab_size))

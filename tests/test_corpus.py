@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -316,6 +317,37 @@ def test_local_folders_in_the_hubs_layout_stream(tmp_path):
     assert list(read_hub(natural)) == [r["text"] for r in records[1::2]]
     with pytest.raises(CramError, match="no text under 'body'; set data.text_key to one of: text, meta"): next(read_hub(Data(hub_path=str(tmp_path/"pile"), text_key="body")))
     with pytest.raises(CramError, match="has no 'meta.name', only: pile_set_name"): next(read_hub(Data(hub_path=str(tmp_path/"pile"), keep_rows="meta.name=a")))
+
+
+@pytest.mark.parametrize("name, place", [("wikipedia", "20231101.en/train-00000-of-00001"), ("openweb", "plain_text/train-00000-of-00080"), ("fineweb-edu", "sample/10BT/000_00000"), ("bookcorpus", "plain_text/train/0000")])
+def test_a_copy_of_the_hubs_folders_streams_without_its_readme(name, place, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    for where, words in ((place, "wanted"), ("20231101.de/train-00000-of-00001", "other"), ("data/CC-MAIN/train-00000-of-00001", "other")) if name != "openweb" else ((place, "wanted"),):
+        (tmp_path/f"{where}.parquet").parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"text": [f"{words} {i}" for i in range(3)]}), tmp_path/f"{where}.parquet")
+    data = replace(preset("data", name), hub_path=str(tmp_path), join_rows=1)
+    assert list(read_hub(data)) == ["wanted 0", "wanted 1", "wanted 2"]
+    if data.hub_name:
+        with pytest.raises(CramError, match="'nowhere' not found"): list(read_hub(replace(data, hub_name="nowhere")))
+
+
+def test_files_are_named_as_text_or_as_paths(tmp_path):
+    path = tmp_path/"one, two.txt"
+    path.write_text("some text")
+    assert find_files(path) == find_files(str(path)) == [path] and list(read_file(str(path))) == list(read_file(path)) == ["some text"]
+
+
+def test_records_that_are_no_records_are_named_as_such(tmp_path):
+    path = tmp_path/"a.jsonl"
+    for content in ('"a"\n"b"\n', '["a", "b"]'):
+        path.write_text(content)
+        with pytest.raises(CramError, match="a text instead of an object with keys"): list(read_file(path))
+    path = tmp_path/"a.csv"
+    path.write_text("id,text\n1,hello, world\n2,fine\n")
+    with pytest.raises(CramError, match="line 2: more columns than the header"): list(read_file(path))
+    report = Report()
+    assert list(read_file(path, max_bad_lines=.5, report=report)) == ["fine"] and report.counts["bad_lines"] == 1
 
 
 def test_without_a_network_the_way_out_is_named(monkeypatch):

@@ -129,6 +129,74 @@ def test_torn_lines_of_glues_tables_are_left_out_and_a_wrong_table_is_named(tmp_
     with pytest.raises(CramError, match="line 2, is not JSON"): load_folder("wnli", tmp_path)
 
 
+MSR = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
+
+
+@pytest.mark.parametrize("ids", ["dev_ids.tsv", "mrpc_dev_ids.tsv", ""])
+def test_mrpc_under_its_publishers_names(ids, tmp_path):
+    folder = tmp_path/"MRPC"
+    folder.mkdir()
+    (folder/"msr_paraphrase_train.txt").write_text("\ufeff" + MSR + '1\t7\t8\ta "b\tc\r\n0\t2\t3\td\te\r\n1\t4\t5\tf\tg"\r\n', encoding="utf-8", newline="")
+    (folder/"msr_paraphrase_test.txt").write_text("\ufeff" + MSR + "1\t9\t10\th\ti\r\n", encoding="utf-8", newline="")
+    if ids: (folder/ids).write_text("2\t3\n")
+    got = load_folder("mrpc", tmp_path)
+    if ids: assert [[r["idx"] for r in got[s]] for s in ("train", "dev", "test")] == [[0, 2], [1], [0]] and "label" not in got["test"][0]
+    else: assert [r["idx"] for r in got["train"]] == [0, 1, 2] and got["dev"] == [dict(sentence1="h", sentence2="i", label=1, idx=0)] and "test" not in got
+    assert got["train"][0]["sentence1"] == 'a "b' and got["train"][-1]["sentence2"] == 'g"' and "not comparable" in check_rows(TASKS["mrpc"], got)
+
+
+@pytest.mark.parametrize("name", GLUE)
+@pytest.mark.parametrize("layout", ["{split}-00000-of-00001.parquet", "{split}/0000.parquet", "{split}.parquet", "{split}.csv", "{split}.json"])
+def test_all_nine_load_from_a_copy_of_the_hub_and_other_tables(name, layout, tmp_path):
+    import datasets
+    splits = ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched") if name == "mnli" else ("train", "validation", "test")
+    for split in splits:
+        path = tmp_path/name/layout.format(split=split)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = datasets.Dataset.from_list([r | dict(label=-1) if split.startswith("test") else r for r in rows_of(name, 5)])
+        if path.suffix == ".json": path.write_text(json.dumps(rows.to_list(), indent=1))
+        else: getattr(rows, "to_" + path.suffix[1:])(path)
+    got = load_folder(name, tmp_path)
+    keep = lambda rows: [{k: r[k] for k in (*TASKS[name].fields, "label")} for r in rows]
+    assert keep(got["train"]) == keep(got["dev"]) == keep(rows_of(name, 5)) and len(got["test"]) == 5 and ("test_mismatched" in got) == (name == "mnli")
+    check_rows(TASKS[name], got)
+
+
+def test_two_parts_of_a_split_are_one(tmp_path):
+    import datasets
+    (tmp_path/"rte").mkdir()
+    for n in range(2): datasets.Dataset.from_list(rows_of("rte", 3, n)).to_parquet(tmp_path/f"rte/train-{n:05d}-of-00002.parquet")
+    datasets.Dataset.from_list(rows_of("rte", 3)).to_parquet(tmp_path/"rte/validation-00000-of-00001.parquet")
+    assert load_folder("rte", tmp_path)["train"] == rows_of("rte", 3) + rows_of("rte", 3, 1)
+
+
+def test_superglue_names_the_texts_of_rte_otherwise(tmp_path):
+    (tmp_path/"RTE").mkdir()
+    for split in ("train", "val"): (tmp_path/f"RTE/{split}.jsonl").write_text('\ufeff{"premise": "p", "hypothesis": "h", "label": "not_entailment", "idx": 0}\r\n', encoding="utf-8")
+    (tmp_path/"RTE/test.jsonl").write_text('{"premise": "p", "hypothesis": "h", "idx": 0}\n')
+    got = load_folder("rte", tmp_path)
+    assert [got["dev"][0][k] for k in ("sentence1", "sentence2", "label")] == ["p", "h", 1]
+    check_rows(TASKS["rte"], got)
+
+
+def test_a_test_table_keeps_every_row_because_a_server_counts_them(tmp_path):
+    (tmp_path/"QQP").mkdir()
+    for split in ("train", "dev"): (tmp_path/f"QQP/{split}.tsv").write_text("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t1\t2\ta\tb\t1\n")
+    (tmp_path/"QQP/test.tsv").write_text("id\tquestion1\tquestion2\n0\ta\tb\n1\tc\t\n2\td\n3\te\tf\n")
+    got = load_folder("qqp", tmp_path)
+    assert [(r["question1"], r["question2"], r["idx"]) for r in got["test"]] == [("a", "b", 0), ("c", "", 1), ("d", "", 2), ("e", "f", 3)]
+
+
+@pytest.mark.parametrize("content, told", [
+    (b'{"sentence": "caf\xe9", "label": 1}', "not text in UTF-8"), (gzip.compress(b'{"sentence": "a", "label": 1}')[:-9], "damaged"),
+    (b"[1]", "line 1, is no object"), (b'{"sentence": null, "label": 1}', "row 0: sentence holds None, not text"), (b'{"sentence": "a", "label": 1}\n{"label": 1}', "row 1: sentence holds None"),
+    (b'{"sentence": "a", "label": 0.7}', "label 0.7 is none of 0 to 1"), (b'{"sentence": "a", "label": [1]}', "is none of 0 to 1")])
+def test_damaged_rows_are_one_message(content, told, tmp_path):
+    (tmp_path/"cola").mkdir()
+    for split in ("train", "dev"): (tmp_path/f"cola/{split}.jsonl").write_bytes(content)
+    with pytest.raises(CramError, match=told): check_rows(TASKS["cola"], load_folder("cola", tmp_path))
+
+
 @pytest.mark.parametrize("name, label, number", [("boolq", True, 1), ("cb", "neutral", 2), ("wic", False, 0)])
 def test_superglue_in_its_own_files(name, label, number, tmp_path):
     task = TASKS[name]
@@ -173,6 +241,13 @@ def test_constant_and_broken_predictions_are_no_surprise(name, recwarn):
     assert score(name, np.full(4, np.nan), r) == 0
     assert name not in ("matthews", "pearson", "spearman") or score(name, np.zeros(4), r) == 0
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_numbers_that_cannot_be_scored(name):
+    assert score(name, [0.0, 1.0, 1.0], [0.0, 1.0, float("nan")]) == 0
+    for p, r in (([1], [1, 0]), ([], [])):
+        with pytest.raises(CramError, match="one for each row"): score(name, p, r)
 
 
 def test_the_mean_is_over_nine_numbers_as_published():
@@ -355,7 +430,26 @@ def test_rows_without_an_answer_or_a_text_are_named(tmp_path):
     (tmp_path/"c.jsonl").write_text("".join(json.dumps(dict(text=f"row {i}", label="yes" if i % 2 else "no")) + "\n" for i in range(20)) + '{"label": "yes"}\n')
     for name in ("a.csv", "b.jsonl"):
         with pytest.raises(CramError, match="row 21 has no label"): own_task(str(tmp_path/name))
-    with pytest.raises(CramError, match="has no text; its label is 'yes'"): own_task(str(tmp_path/"c.jsonl"))
+    with pytest.raises(CramError, match="None in its column text"): own_task(str(tmp_path/"c.jsonl"))
+
+
+BODY = "".join(f"text {i},{'ab'[i % 2]}\r\n" for i in range(12))
+
+
+@pytest.mark.parametrize("name, content, told", [
+    ("a.csv", "\ufefftext,label\r\n" + BODY, None), ("a,b.csv", "text,label\n" + BODY, None), ("s.csv", "text;label\n" + BODY.replace(",", ";"), None), ("e.csv", "text,label\nx,a,,\n" + BODY, None),
+    ("l.json", json.dumps([dict(text="x", label="ab"[i % 2]) for i in range(12)], indent=1), None), ("x.csv", "text,label\nhello, world,a\n" + BODY, "line 2, has more columns than the header"),
+    ("x.csv", "text,label\nhello\n" + BODY, "row 1 has no label"), ("x.csv", "text,label\nhello,\n" + BODY, "row 1 has no label"), ("x.csv", ("text,label\n" + BODY + "caf\xe9,a\n").encode("latin1"), "not text in UTF-8"),
+    ("x.jsonl", "\n".join(json.dumps(dict(text=None if i == 3 else "x", label=i % 2)) for i in range(20)), "None in its column text"),
+    ("x.jsonl", "\n".join(json.dumps(dict(words=["a"], label=[i % 2] if i != 4 else 1)) for i in range(20)), "others with 1"),
+    ("x.jsonl", "\n".join(json.dumps(dict(words="a", label=[i % 2])) for i in range(20)), "where a list of words is expected")])
+def test_tables_of_ones_own_as_programs_write_them(name, content, told, tmp_path):
+    (tmp_path/name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    if told:
+        with pytest.raises(CramError, match=told): own_task(str(tmp_path/name))
+    else:
+        task, splits, _ = own_task(tmp_path/name)
+        assert task.fields == ("text",) and task.labels == ("a", "b") and len(splits["train"]) + len(splits["dev"]) in (12, 13)
 
 
 def test_tags_of_words_are_learnt(checkpoint, tmp_path):

@@ -73,6 +73,13 @@ VECTORS = {
 def test_names_of_the_originals_corpora(key): assert original_key(VECTORS[key]) == key
 
 
+def test_a_configuration_may_come_from_yaml():
+    from omegaconf import OmegaConf
+    key = "2efdb9d060d1ae95faf952ec1a50f020"
+    assert original_key(OmegaConf.create(VECTORS[key])) == key
+    assert original_key(VECTORS[key] | dict(max_entries_in_raw_dataset="16e6", max_seq_in_tokenized_dataset="85e6")) == key, "as a plain YAML reader leaves 16e6"
+
+
 # --- orders
 
 ORDERINGS = ["sentence-length-curriculum", "word-length-curriculum", "unigram-curriculum", "fragment-curriculum"]
@@ -283,6 +290,30 @@ def test_fetching_goes_on_where_it_stopped(published, tmp_path, monkeypatch):
     seen = []
     c, _ = prepare_corpus(ready(folder), tmp_path, lambda stage, done, total: seen.append(done))
     assert seen == [900, 1000] and sorted(map(bytes, np.concatenate([c.rows[:], c.heldout[:]]))) == sorted(map(bytes, rows.astype(np.uint16)))
+
+
+def test_what_was_fetched_survives_the_network(published, tmp_path, monkeypatch):
+    "A stream that breaks off, then a call without any network, then one that ends it: no part is fetched twice."
+    folder, rows = published
+    monkeypatch.setattr(packing.ready_stage, "__defaults__", (300,))
+    tables = packing._unbroken
+    def breaks(stream, data):
+        class Stream:
+            def iter(self, batch_size):
+                for n, table in enumerate(stream.iter(batch_size=100)):
+                    if n == 7: raise RuntimeError("connection reset")
+                    yield table
+        yield from tables(Stream(), data)
+    monkeypatch.setattr(packing, "_unbroken", breaks)
+    with pytest.raises(ConnectionError, match="connection reset. The same command goes on"): prepare_corpus(ready(folder), tmp_path)
+    monkeypatch.setattr(packing, "_unbroken", tables)
+    def offline(*_, **__): raise OSError("no route to host")
+    with monkeypatch.context() as m:
+        m.setattr(packing, "_hub_file", offline); m.setattr(packing, "open_hub", offline)
+        with pytest.raises(ConnectionError, match="no route to host"): prepare_corpus(ready(folder), tmp_path)
+    seen = []
+    c, _ = prepare_corpus(ready(folder), tmp_path, lambda stage, done, total: seen.append(done))
+    assert seen == [900, 1000] and len(c.rows) + len(c.heldout) == 1000
 
 
 @pytest.mark.parametrize("changes, message", [(dict(vocab_size=90), "has 100 entries"), (dict(seq_length=8), "rows of 16 tokens"), (dict(hub_path="/nowhere/at/all"), "cannot be fetched|holds no")])
