@@ -10,7 +10,7 @@ cram: .venv/.installed
 	$(BIN)/cramnb cram $(ARGS)
 
 test: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2 --timing --cell-timeout 60
+	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2 --timing --cell-timeout 180
 	$(BIN)/python -m pytest
 
 ready: .venv/.installed
