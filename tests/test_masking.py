@@ -153,6 +153,7 @@ def test_the_collator_of_transformers_agrees_in_distribution():
 def test_mistakes_have_one_message():
     with pytest.raises(CramError, match="masking=whole_word is not supported.*Did you mean 'whole-word'"): masked(some_rows(2), masking="whole_word")
     with pytest.raises(CramError, match="needs starts_word"): masked(some_rows(2), masking="whole-word", starts_word=None)
+    with pytest.raises(CramError, match="1.5 is not possible"): mask_tokens(some_rows(2), mlm_probability=1.5, mask_token_id=4, vocab_size=100)
 
 
 def test_whole_words_as_transformers_hides_them():

@@ -190,6 +190,13 @@ def test_a_full_disk_is_one_message_and_keeps_what_is_finished(where, corpus, te
     assert np.array_equal(prepare_corpus(small(texts), tmp_path, look)[0].rows[:], corpus.rows[:]) and not seen, "finished parts are used, not written again"
 
 
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EFBIG])
+def test_a_quota_is_a_full_disk_too(number, texts, tmp_path, monkeypatch):
+    def full(path, write): raise OSError(number, os.strerror(number), str(path))
+    monkeypatch.setattr(packing, "write_whole", full)
+    with pytest.raises(DiskFull, match="The disk is full"): prepare_corpus(small(texts), tmp_path)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_disk_that_is_really_full_gives_its_number(tmp_path, monkeypatch):
     with pytest.raises(OSError) as e: packing.write_whole(tmp_path/"x", lambda _: open("/dev/full", "wb", buffering=0).write(b"x"))
