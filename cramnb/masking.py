@@ -41,7 +41,7 @@ def _disguise(asked, low, mask_token_id, vocab_size, use_80_20_rule, generator):
     shown[:, n_mask:n_random] = torch.randint(low, vocab_size, (len(asked), n_random-n_mask), generator=generator, device=asked.device)
     return torch.where(asked < low, asked, shown)       # special tokens, in rows with fewer than k ordinary ones
 
-# %% ../nbs/04_masking.ipynb #c1ac65ce
+# %% ../nbs/04_masking.ipynb #1f0d882e
 def mask_tokens(
     input_ids:Tensor,          # (B, T) integer - rows of packed tokens
     *,
@@ -59,6 +59,7 @@ def mask_tokens(
     "Hide exactly round(p·T) tokens a row: 80 % become [MASK], 10 % a random token, 10 % stay (Devlin et al. 2018). Raises CramError for a `masking` it cannot do."
     ids, low = input_ids.long(), 0 if mask_special_tokens else n_special
     k, room = (mask_count(p, ids.shape[1]) for p in (mlm_probability, max(mlm_probability, max_probability)))
+    if room > ids.shape[1]: raise CramError(f"mlm_probability={max(mlm_probability, max_probability)} is not possible: it is a share of the row, 1 at most.")
     draw = torch.rand(ids.shape, generator=generator, device=ids.device)
     if masking == 'token': picked = draw.masked_fill(ids < low, 2.0).topk(room, largest=False).indices   # in order of their draw; special tokens come last
     else: picked = _pick_together(ids, draw, room, masking, n_special, low, starts_word, generator)
