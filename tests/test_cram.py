@@ -19,7 +19,7 @@ def start(*words: str, cwd: Path) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-m", "cramnb", *words], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
@@ -109,7 +109,7 @@ def test_a_stopped_run_goes_on_where_it_was(how, tmp_path, texts):
     began = time.monotonic()
     out, err = run.communicate(timeout=60)
     if how != signal.SIGKILL:
-        assert run.returncode == 0 and time.monotonic() - began < 20
+        assert run.returncode == 0 and time.monotonic() - began < 60
         assert "checkpoint is saved" in err and "Continue with: cramnb pretrain name=long" in err and "Traceback" not in err
     assert not (folder/"pretrain.json").exists()
     if how == signal.SIGTERM:            # another recipe is not mixed with it
@@ -135,14 +135,13 @@ def test_ctrl_c_and_preemption_while_preparing_and_while_scoring(how, tmp_path, 
     run = start("data", "data.max_megabytes=8", cwd=tmp_path)
     wait_for(lambda: list(tmp_path.glob("corpora/*.partial")))
     run.send_signal(how)
-    out, err = run.communicate(timeout=30)
+    out, err = run.communicate(timeout=120)
     assert run.returncode == 0 and "Continue with: cramnb data" in err and "Traceback" not in err
     words = ["cram", "data=files", f"data.files={texts}", *SMALL, "eval.epochs=5", "eval.max_train_examples=0"]
     run = start(*words, cwd=tmp_path)
-    wait_for(lambda: (tmp_path/"runs/cram/pretrain.json").exists())
-    time.sleep(2)
+    wait_for(lambda: list(tmp_path.glob("runs/cram/eval/*")))
     run.send_signal(how)
-    out, err = run.communicate(timeout=30)
+    out, err = run.communicate(timeout=120)
     assert run.returncode == 0 and "Continue with: cramnb cram name=cram" in err and "Traceback" not in err
     again = cramnb(*words, "name=cram", "eval.epochs=1", "eval.max_train_examples=60", cwd=tmp_path)
     assert again.returncode == 0, again.stderr

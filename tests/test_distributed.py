@@ -237,7 +237,7 @@ def small(texts: Path) -> list[str]:
             "impl.dist_backend=gloo", "impl.device=cpu", "train.progress=updates", "impl.microbatch_size=8"]
 
 
-def wait_for(condition, seconds=90):
+def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
