@@ -1,11 +1,14 @@
 """Shared by all tests: the repository, and private data where a machine has it."""
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell's background job ignores Ctrl-C, and so would all that the tests start
 
 ROOT = Path(__file__).parent.parent
 BESIDE = ROOT.parent/"shared"   # fixtures and data that are not part of the project may lie beside the checkout
