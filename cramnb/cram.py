@@ -428,7 +428,8 @@ def run_eval(recipe, corpus, checkpoint, folder, bars)->tuple[list,Path]:
     trials = evaluate_checkpoint(checkpoint, recipe.eval, where, _suite(recipe, corpus), recipe.seed, device, bars, pick_precision(recipe.impl, device))
     bars.close()
     mean, harmonic = mean_score(summarise(trials))
-    scores = dict(checkpoint=str(checkpoint), protocol=dataclasses.asdict(recipe.eval), rules=within_rules(recipe.eval), mean=mean, harmonic_mean=harmonic, scores=[dataclasses.asdict(s) for s in summarise(trials)])
+    scores = dict(checkpoint=str(checkpoint), protocol=dataclasses.asdict(recipe.eval), rules=within_rules(recipe.eval), mean=mean, harmonic_mean=harmonic, scores=[dataclasses.asdict(s) for s in summarise(trials)],
+                  remarks=list(dict.fromkeys(t.remark for t in trials if t.remark)))
     for place in (where, folder) if recipe.eval.checkpoint == 'latest' else (where,):
         write_json(place/'glue.json', scores)
         (place/'glue.md').write_text(score_table(trials, recipe.eval) + '\n\n![All trials, task by task](glue.png)\n', encoding='utf-8')

@@ -183,7 +183,7 @@ def train_classifier(
                 loss = model(**inputs(model, tokenizer, [ids[i] for i in rows], ev), labels=wanted.to(model.device)).loss
             scaler.scale(loss).backward()
             scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
-            losses.append(loss.detach()); done += 1
+            losses.append(loss.detach() if (wanted != -100).any() else torch.zeros_like(loss)); done += 1
             tick(done, total)
     return torch.stack(losses).mean().item()
 
@@ -216,6 +216,7 @@ class Trial:
     remark:str=''           # about the data
     target:str=''           # the metric that counts; empty: that of TASKS
     setting:str=''          # which of several settings, where the protocol tries more than one
+    baseline_mm:float=0.0   # of MNLI's second split
 
 # %% ../nbs/15_finetune.ipynb #0584f13c
 def run_trial(
@@ -244,8 +245,10 @@ def run_trial(
         ids, labels = read(tokenizer, splits[split], task, ev)
         answers[split] = (predict_words if task.per_token else predict)(model, ids, tokenizer, ev)
         if not split.startswith('test'): metrics |= measure(task, answers[split], labels, split)
+        if task.per_token: answers[split] = [[a for a, asked in zip(*row) if asked != -100] for row in zip(answers[split], labels)]
     if keep: _save(model, tokenizer, keep)
-    return Trial(task.name, seed, metrics, baseline(task, _asked(labels_of(splits['dev']))), loss, target=task.target, remark=_remark(task, answers)), answers
+    blind = [baseline(task, _asked(labels_of(splits[split]))) for split in ('dev', 'dev_mismatched') if split in splits]
+    return Trial(task.name, seed, metrics, blind[0], loss, target=task.target, remark=_remark(task, answers), baseline_mm=blind[-1]), answers
 
 # %% ../nbs/15_finetune.ipynb #cc5a0e4e
 def check_length(checkpoint:str|Path, config, ev:Eval):
@@ -333,7 +336,7 @@ def summarise(
         own = [t for t in own if t.setting == max(dict.fromkeys(t.setting for t in own), key=middle)]
         for suffix in ('', '_mm'):
             values = [t.metrics[target+suffix] for t in own if target+suffix in t.metrics]
-            if values: out.append(Score(name+suffix, target, statistics.median(values), values, own[0].baseline, name not in TASKS or TASKS[name].in_mean, own[0].setting))
+            if values: out.append(Score(name+suffix, target, statistics.median(values), values, own[0].baseline_mm if suffix else own[0].baseline, name not in TASKS or TASKS[name].in_mean, own[0].setting))
     return out
 
 # %% ../nbs/15_finetune.ipynb #8c53a79a
@@ -393,7 +396,8 @@ def plan_trials(
     "Every trial of an evaluation, and how much work it is."
     planned = []
     for number, (task, splits, remark) in enumerate(tasks, 1):
-        rows = len(splits['train'])
+        rows, most = len(splits['train']), ev.max_train_examples
+        if 0 < most < rows: remark = '; '.join(r for r in (remark, f'{task.name}: trained on the first {most:,} of {rows:,} rows (eval.max_train_examples)') if r)
         mine = leak(ev, len(tasks[0][1]['train']), rows) if ev.warmup_leak else ev
         length = {split: sum(len(r[f]) for r in some[:ev.max_train_examples or None if split == 'train' else None] for f in task.fields) for split, some in splits.items()}
         work = length['train']*ev.epochs + sum(n for split, n in length.items() if split != 'train')/3

@@ -84,6 +84,8 @@ def score(
     "Score answers. A constant column has no correlation, and answers with a NaN are worth nothing: both give 0. Raises CramError for an unknown name, or where answers are missing."
     p, r = np.asarray(predictions), np.asarray(references)
     if name not in METRICS: raise CramError(f"{name!r} is not a metric: choose from {', '.join(METRICS)}.{nearest(name, METRICS)}")
+    for kind, values in (('predictions', p), ('references', r)):
+        if values.dtype.kind not in 'biuf': raise CramError(f"The {kind} hold {next((v for v in values.ravel().tolist() if _number(v) is None), values.ravel().tolist()[0])!r}: give numbers, a class as its index.")
     if len(p) != len(r) or not len(p): raise CramError(f"{len(p):,} predictions for {len(r):,} references: give one for each row.")
     if not (np.isfinite(p).all() and np.isfinite(r).all()): return 0.0
     if name == 'accuracy': return float((p == r).mean())
@@ -321,14 +323,17 @@ def _split(rows, seed):
 # %% ../nbs/14_glue.ipynb #e6b40cae
 def _describe(name, row, labels, metric, text_columns, label_column):
     "The `Task` of a table. Raises CramError."
-    fields = tuple(c.strip() for c in text_columns.split(',') if c.strip()) or tuple(c for c, v in row.items() if c not in (label_column, 'idx', 'id') and isinstance(v, (str, list)))
+    of_kind = lambda kind: tuple(c for c, v in row.items() if c not in (label_column, 'idx', 'id') and isinstance(v, kind) and (kind == str or all(isinstance(w, str) for w in v)))
+    fields = tuple(c.strip() for c in text_columns.split(',') if c.strip()) or isinstance(labels[0], list) and of_kind(list) or of_kind(str)
     lost = [c for c in fields if c not in row]
     if lost or not fields: raise CramError(f"eval.text_columns={text_columns}: no column {', '.join(lost) or 'of text'}; there are {', '.join(row)}.")
     per_token = isinstance(labels[0], list)
     if mixed := next((v for v in labels if isinstance(v, list) != per_token), None): raise CramError(f"{name}: some rows are labelled with a list of tags, others with {mixed!r}.")
     values = [_number(v) for v in labels] if not per_token else []
+    if metric in ('pearson', 'spearman') and None in values and any(v is not None for v in values):
+        raise CramError(f"eval.metric={metric} needs numbers, but {label_column} holds {labels[values.index(None)]!r}.")
     real = not per_token and all(v is not None for v in values) and (metric in ('pearson', 'spearman') or any(v % 1 for v in values))
-    names = () if real else tuple(sorted({str(t) for v in labels for t in (v if per_token else [v])}, key=lambda t: (_number(t) is None, _number(t) or 0.0, t)))
+    names = () if real else tuple(sorted({str(t) for v in labels for t in (v if per_token else [v]) if not per_token or t != -100}, key=lambda t: (_number(t) is None, _number(t) or 0.0, t)))
     metric = metric or ('pearson' if real else 'accuracy')
     if metric not in METRICS or real != (metric in ('pearson', 'spearman')) or metric == 'f1' and len(names) != 2:
         fit = ('pearson', 'spearman') if real else METRICS[:4] if len(names) == 2 else ('accuracy', 'macro_f1', 'matthews')
@@ -344,7 +349,7 @@ def _own_row(task, row, label_column):
         if isinstance(text, (int, float)): texts[f] = str(text)
         elif not isinstance(text, list if task.per_token else str): raise CramError(f"A row of {task.name} has {text!r} in its column {f}, where {'a list of words' if task.per_token else 'a text'} is expected.")
     if task.per_token and len(label) != len(texts[task.fields[0]]): raise CramError(f"A row of {task.name} has {len(texts[task.fields[0]])} words and {len(label)} labels.")
-    number = [task.labels.index(str(t)) for t in label] if task.per_token else float(label) if task.num_labels == 1 else task.labels.index(str(label))
+    number = [-100 if t == -100 else task.labels.index(str(t)) for t in label] if task.per_token else float(label) if task.num_labels == 1 else task.labels.index(str(label))
     return texts | dict(label=number)
 
 # %% ../nbs/14_glue.ipynb #19bb4a27
@@ -352,7 +357,7 @@ def own_task(
     files:str,              # training file, or training and evaluation file with a comma between
     metric:str='',          # the one that counts; empty: accuracy, or pearson for values
     text_columns:str='',    # with commas between; empty: every column of text but the label
-    label_column:str='label',   # words, classes or values; a list of tags makes it a task of tokens
+    label_column:str='label',   # words, classes or values; a list of tags makes it a task of tokens, -100 asks for none
     seed:int=0,             # of the rows that are held out where there is one file
 )->tuple[Task,dict[str,list[dict]],str]:   # task, splits, remark
     "Make a task from the reader's own table. Raises CramError, or FileNotFoundError."
@@ -369,6 +374,8 @@ def own_task(
     if len(paths) == 1: splits, remark = _split(splits['train'], seed), 'every tenth row of the file, drawn at random, is held out for evaluation'
     labels = [r[label_column] for rows in splits.values() for r in rows]
     task = _describe(Path(paths[0]).name.split('.')[0], splits['train'][0], labels, metric, text_columns, label_column)
+    for path, rows in zip(paths, splits.values()):
+        if lost := [f for f in task.fields if f not in rows[0]]: raise CramError(f"eval.files={path}: no column {', '.join(lost)}, which the training file has; it has {', '.join(rows[0])}.")
     return task, {k: [_own_row(task, r, label_column) for r in rows] for k, rows in splits.items()}, remark
 
 # %% ../nbs/14_glue.ipynb #615acefd

@@ -501,3 +501,35 @@ def test_16_bit_products_learn_as_well_and_weights_stay_in_32(checkpoint, precis
         trial, _ = run_trial(checkpoint, TASKS["cola"], splits, replace(EV, epochs=2), 0, precision=kind)
         scores[kind], losses[kind] = trial.metrics["matthews"], trial.loss
     assert losses[precision] == pytest.approx(losses[torch.float32], abs=0.05) and losses[precision] != losses[torch.float32]
+
+
+def test_a_training_set_that_is_cut_is_said_and_each_half_of_mnli_has_its_blind_answer(checkpoint, tmp_path):
+    rows = lambda n, kind: [r | dict(label=kind) for r in rows_of("mnli", n)]
+    write(tmp_path/"mnli", dict(train=rows_of("mnli", 60), dev_matched=rows(3, 0) + rows(1, 1), dev_mismatched=rows(1, 0) + rows(1, 1)))
+    trials = evaluate_checkpoint(checkpoint, replace(EV, tasks="mnli", glue_dir=str(tmp_path), max_train_examples=20, epochs=1), tmp_path/"out")
+    assert "trained on the first 20 of 60 rows" in trials[0].remark and "60 of 392,702 training rows" in score_table(trials, EV)
+    assert [s.baseline for s in summarise(trials)] == [.75, .5]
+
+
+def test_words_nobody_asks_about(checkpoint, tmp_path):
+    rng = random.Random(0)
+    row = lambda n: dict(pos=[1]*n, words=rng.choices(["warm", "cold", "open", "shut"], k=n))
+    rows = [row(0) | dict(tags=[]) for _ in range(40)] + [(r := row(3)) | dict(tags=[-100, "A", "B"]) for _ in range(60)]
+    (tmp_path/"tags.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ev = replace(EV, files=str(tmp_path/"tags.jsonl"), label_column="tags", epochs=1)
+    task, splits, _ = own_task(ev.files, label_column="tags")
+    assert task.fields == ("words",) and task.labels == ("A", "B") and [-100, 0, 1] in [r["label"] for r in splits["train"]]
+    trial = evaluate_checkpoint(checkpoint, ev, tmp_path/"out")[0]
+    assert np.isfinite(trial.loss)
+    answers = (tmp_path/"out/predictions/tags.dev.tsv").read_text().splitlines()[1:]
+    assert [len(a.split("\t")[1].split()) for a in answers] == [sum(v != -100 for v in r["label"]) for r in splits["dev"]]
+
+
+def test_values_that_are_none_are_named(tmp_path):
+    (tmp_path/"a.csv").write_text("text,label\n" + "a,1.5\n"*20 + "b,many\n")
+    with pytest.raises(CramError, match="needs numbers, but label holds 'many'"): own_task(str(tmp_path/"a.csv"), metric="pearson")
+    (tmp_path/"b.csv").write_text("txt,label\na,1.5\n")
+    (tmp_path/"a.csv").write_text("text,label\na,1.5\nb,2\n")
+    with pytest.raises(CramError, match="b.csv: no column text, which the training file has; it has txt"): own_task(f"{tmp_path/'a.csv'},{tmp_path/'b.csv'}")
+    with pytest.raises(CramError, match="The predictions hold 'yes'"): score("accuracy", ["yes", "no"], [1, 0])
+    with pytest.raises(CramError, match="The references hold None"): score("f1", [1, 0], [None, 0])
