@@ -156,7 +156,7 @@ def predict(
     model.train(was)
     return out if logits.shape[1] == 1 or np.isnan(out).any() else out.astype(int)
 
-# %% ../nbs/15_finetune.ipynb #fb88da6e
+# %% ../nbs/15_finetune.ipynb #eccf86b5
 def train_classifier(
     model:nn.Module,        # from `load_classifier`, on its device
     ids:list[list[int]],    # training rows
@@ -204,7 +204,7 @@ def start_at_mean(
     last = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1][-1]
     last.bias.fill_(labels.mean())
 
-# %% ../nbs/15_finetune.ipynb #0e6cfa54
+# %% ../nbs/15_finetune.ipynb #b0132339
 @dataclass
 class Trial:
     "One fine-tuning of one task."
@@ -218,7 +218,7 @@ class Trial:
     setting:str=''          # which of several settings, where the protocol tries more than one
     baseline_mm:float=0.0   # of MNLI's second split
 
-# %% ../nbs/15_finetune.ipynb #0584f13c
+# %% ../nbs/15_finetune.ipynb #dad8c2d0
 def run_trial(
     checkpoint:str|Path,    # Hugging Face folder or hub name
     task:Task,              # what is asked
@@ -323,7 +323,7 @@ class Score:
     in_mean:bool            # WNLI is not
     setting:str=''          # the one that was chosen, where the protocol tries several
 
-# %% ../nbs/15_finetune.ipynb #f57fc62b
+# %% ../nbs/15_finetune.ipynb #3e052e6e
 def summarise(
     trials:list[Trial],     # of any tasks
 )->list[Score]:             # one a number; MNLI gives two
@@ -373,7 +373,7 @@ def leak(
     count = int(ev.warmup*(first//ev.batch_size*ev.epochs))
     return replace(ev, warmup=min(count/updates_of(rows, ev), 0.99))
 
-# %% ../nbs/15_finetune.ipynb #135234c8
+# %% ../nbs/15_finetune.ipynb #da9964dd
 @dataclass
 class Planned:
     "A trial to come."
