@@ -9,7 +9,7 @@ Docs: https://cramnb.github.io/cramnb/hub.html.md"""
 # %% auto #0
 __all__ = ['KNOWN', 'NAMES', 'BUFFERS', 'fetch', 'read_weights', 'plain', 'check_config', 'is_first_version', 'our_config',
            'tidy', 'our_name', 'from_heads', 'stacked_attention', 'from_original', 'convert', 'why_not_bert', 'to_bert',
-           'model_card', 'publish', 'upload']
+           'model_card', 'upload', 'publish']
 
 # %% ../nbs/17_hub.ipynb #733908ed
 import json, os, re, shutil
@@ -95,13 +95,27 @@ def check_config(
     refused = [f"{n}={v} (supported: {', '.join(map(str, KNOWN[g][k]))})" for n, (g, k, v) in names.items() if KNOWN[g].get(k) is not None and v not in KNOWN[g][k]]
     if refused: raise CramError(f"The configuration asks for what our parts cannot repeat: {'; '.join(refused)}.")
 
-# %% ../nbs/17_hub.ipynb #cc5d9cf5
+# %% ../nbs/17_hub.ipynb #94573c71
 def is_first_version(
     arch:dict,              # from `plain`
 )->bool:                    # true for the v1 branch, `ScriptableMaskedLM`
     "Two branches of the original mean different things by the same words."
     return 'ScriptableMaskedLM' in (arch.get('architectures') or []) or 'layer_macro_type' in arch
 
+_QKV_BIAS = {'huggingface': True, 'pytorch': False, 'pytorch-seqfirst': False}     # whatever the configuration says
+
+def _positions(emb, att):
+    "Where order comes from. `rotary_embedding=True` computed rotated queries and keys and returned the others: it is read as what it did, nothing."
+    table = emb.get('pos_embedding') if emb.get('pos_embedding') in ('learned', 'sinusoidal', 'scaled-sinusoidal') else 'none'
+    if att.get('rotary_embedding') != 'sanity': return table
+    if table != 'none': raise CramError(f"attention.rotary_embedding=sanity together with embedding.pos_embedding={table}: our model has one kind of position.")
+    return 'rotary'
+
+def _init(init): return dict(init=dict([('agd-orthogonal', 'orthogonal')]).get(init.get('type', 'normal'), init.get('type', 'normal')), initializer_range=init.get('std', 0.02))
+
+def _labels(state): return dict(num_labels=len(state['head.weight'])) if 'head.weight' in state else {}
+
+# %% ../nbs/17_hub.ipynb #081a159a
 def our_config(
     arch:dict,              # from `plain`, checked
     state:dict[str,Tensor], # with `tidy` names: sizes that the configuration leaves open
@@ -126,19 +140,6 @@ def our_config(
         classifier_pooling=dict(zero_index='first', avg='mean-with-padding', max='max')[head.get('pooler', 'zero_index')],
         classifier_hidden_size=len(state['pooler.dense.weight']) if 'pooler.dense.weight' in state else head.get('head_dim', D), **_labels(state))
 
-_QKV_BIAS = {'huggingface': True, 'pytorch': False, 'pytorch-seqfirst': False}     # whatever the configuration says
-
-def _positions(emb, att):
-    "Where order comes from. `rotary_embedding=True` computed rotated queries and keys and returned the others: it is read as what it did, nothing."
-    table = emb.get('pos_embedding') if emb.get('pos_embedding') in ('learned', 'sinusoidal', 'scaled-sinusoidal') else 'none'
-    if att.get('rotary_embedding') != 'sanity': return table
-    if table != 'none': raise CramError(f"attention.rotary_embedding=sanity together with embedding.pos_embedding={table}: our model has one kind of position.")
-    return 'rotary'
-
-def _init(init): return dict(init=dict([('agd-orthogonal', 'orthogonal')]).get(init.get('type', 'normal'), init.get('type', 'normal')), initializer_range=init.get('std', 0.02))
-
-def _labels(state): return dict(num_labels=len(state['head.weight'])) if 'head.weight' in state else {}
-
 # %% ../nbs/17_hub.ipynb #44f069bd
 def tidy(
     state:dict[str,Tensor], # weights of the original, as saved
@@ -148,20 +149,20 @@ def tidy(
     if len(set(names.values())) < len(names): raise CramError("The weights hold the same name with and without module. or _orig_mod.")
     return {names[k]: v for k, v in state.items()}
 
-# %% ../nbs/17_hub.ipynb #4632f53e
+# %% ../nbs/17_hub.ipynb #f77f3df3
 NAMES = [(r'^encoder\.embedding\.word_embedding\.', 'model.embeddings.word_embeddings.'), (r'^encoder\.embedding\.pos_embedding\.scale_factor$', 'model.embeddings.position.scale'),
          (r'^encoder\.embedding\.pos_embedding\.embedding\.', 'model.embeddings.position.table.'), (r'^encoder\.embedding\.norm\.', 'model.embeddings.norm.'),
          (r'^encoder\.layers\.(\d+)\.', r'model.layers.\1.'), (r'^encoder\.final_norm\.', 'model.final_norm.'), (r'\.norm1\.', '.attention_norm.'), (r'\.norm2\.', '.mlp_norm.'),
          (r'\.norm3\.', '.attention_out_norm.'), (r'\.norm4\.', '.mlp_out_norm.'), (r'\.attn\.dense\.', '.attention.output.'), (r'\.ffn\.dense_in\.', '.mlp.input.'),
          (r'\.ffn\.dense_out\.', '.mlp.output.'), (r'\.learnable_scale$', '.weight'), (r'^prediction_head\.(weight|bias)$', r'head.dense.\1'), (r'^prediction_head\.', 'head.'),
-         (r'^pooler\.dense\.', 'classifier.dense.'), (r'^head\.(?=weight|bias)', 'classifier.out.')]   # the original's -> ours, tried in this order on names of the original
+         (r'^pooler\.dense\.', 'classifier.dense.')]   # the original's -> ours, tried in this order on names of the original
 
 def our_name(
     name:str,               # of a tensor of the original, tidied
 )->str:                     # of ours
     "What we call it."
     if re.match(r'head\.(weight|bias)$', name): return name.replace('head', 'classifier.out')     # before the other head becomes `head`
-    for pattern, ours in NAMES[:-1]: name = re.sub(pattern, ours, name)
+    for pattern, ours in NAMES: name = re.sub(pattern, ours, name)
     return name
 
 BUFFERS = r'(norm_factor|\.alpha|encoder\.p|position_ids|\.inv_freq|freqs_cis|pos_embedding\.pe|_cos_cached|_sin_cached|cos_cached|sin_cached|loss_fn\..*)$'   # follow from the configuration
@@ -200,27 +201,7 @@ def _fold(state, layer):
         state[layer+'dense.bias'] = state[layer+'dense.bias'] + state[dense] @ bias
     if inner is not None and dense in state and not torch.equal(inner, torch.eye(len(inner), dtype=inner.dtype)): state[dense] = (state[dense].double() @ inner.double()).to(state[dense].dtype)
 
-# %% ../nbs/17_hub.ipynb #7b38db84
-def from_original(
-    arch_config:dict,       # of the original: `arch` of a run, model_config.json, or the hub's config.json
-    state_dict:dict[str,Tensor],  # its weights, from safetensors; prefixes of DistributedDataParallel and torch.compile may be there
-)->PreTrainedModel:         # `CrammedBertForMaskedLM`, or `CrammedBertForSequenceClassification` where the weights hold a head; in eval mode
-    "A checkpoint of the original (main branch, or v1's `ScriptableMaskedLM`) as one of our models. Raises CramError that lists what is unknown, missing or unsupported."
-    arch, state = plain(arch_config), tidy(state_dict)
-    if 'num_hidden_layers' in arch: return _transformers_bert(arch, state)
-    check_config(arch)
-    config = our_config(arch, state)
-    cls = CrammedBertForSequenceClassification if 'head.weight' in state else CrammedBertForMaskedLM
-    _untie(state, arch, cls)
-    with torch.device('meta'): wanted = dict(cls(config).named_parameters())       # the tied decoder is the embedding, once
-    _check_buffers(state, arch)
-    found = stacked_attention(state, arch) | {our_name(k): v for k, v in state.items() if not re.search(BUFFERS, k)}
-    _compare(found, wanted, state)
-    model = cls(config)
-    with torch.no_grad():
-        for name, p in model.named_parameters(): p.copy_(found[name])
-    return model.eval()
-
+# %% ../nbs/17_hub.ipynb #aa67cb24
 def _untie(state, arch, cls):
     "One matrix under two names: keep it once, and see that it is one."
     words, decoder = 'encoder.embedding.word_embedding.weight', state.pop('decoder.weight', None)
@@ -245,6 +226,7 @@ def _compare(found, wanted, state):
     parts = [f"{len(unknown)} unknown: {', '.join(unknown)}"]*bool(unknown) + [f"{len(missing)} missing (our names): {', '.join(missing)}"]*bool(missing) + [f"of another shape: {'; '.join(wrong)}"]*bool(wrong)
     if parts: raise CramError(f"The weights do not fit the configuration. {'. '.join(parts)}.")
 
+# %% ../nbs/17_hub.ipynb #4c095d9d
 def _transformers_bert(arch, state):
     "The original's `hf-bert-*` are BERT of transformers."
     names = {k: v for k, v in arch.items() if k in BertConfig().to_dict() and k not in ('architectures', 'model_type')}
@@ -258,7 +240,36 @@ def _transformers_bert(arch, state):
     model.load_state_dict(state, strict=False)
     return model.eval()
 
-# %% ../nbs/17_hub.ipynb #033c0994
+# %% ../nbs/17_hub.ipynb #2ae8a3cd
+def from_original(
+    arch_config:dict,       # of the original: `arch` of a run, model_config.json, or the hub's config.json
+    state_dict:dict[str,Tensor],  # its weights, from safetensors; prefixes of DistributedDataParallel and torch.compile may be there
+)->PreTrainedModel:         # `CrammedBertForMaskedLM`, or `CrammedBertForSequenceClassification` where the weights hold a head; in eval mode
+    "A checkpoint of the original (main branch, or v1's `ScriptableMaskedLM`) as one of our models. Raises CramError that lists what is unknown, missing or unsupported."
+    arch, state = plain(arch_config), tidy(state_dict)
+    if 'num_hidden_layers' in arch: return _transformers_bert(arch, state)
+    check_config(arch)
+    config = our_config(arch, state)
+    cls = CrammedBertForSequenceClassification if 'head.weight' in state else CrammedBertForMaskedLM
+    _untie(state, arch, cls)
+    with torch.device('meta'): wanted = dict(cls(config).named_parameters())       # the tied decoder is the embedding, once
+    _check_buffers(state, arch)
+    found = stacked_attention(state, arch) | {our_name(k): v for k, v in state.items() if not re.search(BUFFERS, k)}
+    _compare(found, wanted, state)
+    model = cls(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters(): p.copy_(found[name])
+    return model.eval()
+
+# %% ../nbs/17_hub.ipynb #b5872764
+def _read_config(folder):
+    "The configuration beside the weights."
+    names = ['config.json', 'model_config.json', *sorted(p.name for p in folder.glob('arch*.json'))]
+    found = [json.loads((folder/n).read_text()) for n in names if (folder/n).exists()]
+    if not found: raise CramError(f"{folder} holds none of config.json, model_config.json, arch_budget_hours_….json.")
+    return next((c for c in found if 'attention' in plain(c) or 'num_hidden_layers' in plain(c)), found[0])
+
+# %% ../nbs/17_hub.ipynb #41a45a19
 def convert(
     source:str|Path,        # folder or hub name, with config.json, model_config.json or arch….json, and model.safetensors
     target:str|Path,        # folder to write; must not exist
@@ -283,14 +294,7 @@ def convert(
     if (arch.get('attention') or {}).get('rotary_embedding') is True: say("Its rotary embedding never rotated anything; the converted model has none.")
     return target
 
-def _read_config(folder):
-    "The configuration beside the weights."
-    names = ['config.json', 'model_config.json', *sorted(p.name for p in folder.glob('arch*.json'))]
-    found = [json.loads((folder/n).read_text()) for n in names if (folder/n).exists()]
-    if not found: raise CramError(f"{folder} holds none of config.json, model_config.json, arch_budget_hours_….json.")
-    return next((c for c in found if 'attention' in plain(c) or 'num_hidden_layers' in plain(c)), found[0])
-
-# %% ../nbs/17_hub.ipynb #c4cec662
+# %% ../nbs/17_hub.ipynb #8c74f834
 def why_not_bert(
     config,                 # of a model
 )->list[str]:               # what `BertForMaskedLM` cannot say; empty where it can say everything
@@ -299,6 +303,23 @@ def why_not_bert(
                   qk_norm=False, deepnorm=False)
     return [f'{k}={getattr(config, k)} (BERT has {v})' for k, v in wanted.items() if getattr(config, k, v) != v]
 
+# %% ../nbs/17_hub.ipynb #a0633e81
+_BERT = {'embeddings.word_embeddings': 'model.embeddings.word_embeddings', 'embeddings.position_embeddings': 'model.embeddings.position.table', 'embeddings.LayerNorm': 'model.embeddings.norm',
+         'attention.output.dense': 'attention.output', 'attention.output.LayerNorm': 'attention_norm', 'intermediate.dense': 'mlp.input', 'output.dense': 'mlp.output', 'output.LayerNorm': 'mlp_norm',
+         'cls.predictions.transform.dense': 'head.dense', 'cls.predictions.transform.LayerNorm': 'head.norm', 'cls.predictions': 'decoder'}   # BERT's modules -> ours
+
+def _bert_source(name):
+    "Our parameter behind one of BERT's, and which third of it."
+    module, _, end = name.rpartition('.')
+    module = module.removeprefix('bert.')
+    layer = re.match(r'encoder\.layer\.(\d+)\.(.*)', module)
+    if layer:
+        third = dict(query=0, key=1, value=2).get(layer[2].rpartition('.')[2])
+        inner = 'attention.qkv' if third is not None else _BERT.get(layer[2])
+        return (f'model.layers.{layer[1]}.{inner}.{end}', third) if inner else None
+    return (f'{_BERT[module]}.{end}', None) if module in _BERT else None
+
+# %% ../nbs/17_hub.ipynb #5858a08a
 @torch.no_grad()
 def to_bert(
     model:CrammedBertForMaskedLM,  # whose configuration `why_not_bert` has nothing against
@@ -320,22 +341,21 @@ def to_bert(
     if not torch.allclose(a, b, atol=1e-3, rtol=1e-3): raise CramError(f"format=bert: the two models answer differently, by up to {(a-b).abs().max():.2g}; nothing is written.")
     return bert
 
-_BERT = {'embeddings.word_embeddings': 'model.embeddings.word_embeddings', 'embeddings.position_embeddings': 'model.embeddings.position.table', 'embeddings.LayerNorm': 'model.embeddings.norm',
-         'attention.output.dense': 'attention.output', 'attention.output.LayerNorm': 'attention_norm', 'intermediate.dense': 'mlp.input', 'output.dense': 'mlp.output', 'output.LayerNorm': 'mlp_norm',
-         'cls.predictions.transform.dense': 'head.dense', 'cls.predictions.transform.LayerNorm': 'head.norm', 'cls.predictions': 'decoder'}   # BERT's modules -> ours
+# %% ../nbs/17_hub.ipynb #c9e65697
+def _protocol(glue):
+    p = glue['protocol']
+    rate = f"the best of {', '.join(f'{lr:g}' for lr in p['sweep_lr'])}" if p.get('sweep_lr') else f"{p['lr']:g}"
+    return f"Fine-tuned with AdamW, learning rate {rate}, batch {p['batch_size']}, {p['epochs']} epochs, the same for all tasks; last epoch, median of {p['trials']} trial{'s' if p['trials'] > 1 else ''}; evaluation split, never the test split."
 
-def _bert_source(name):
-    "Our parameter behind one of BERT's, and which third of it."
-    module, _, end = name.rpartition('.')
-    module = module.removeprefix('bert.')
-    layer = re.match(r'encoder\.layer\.(\d+)\.(.*)', module)
-    if layer:
-        third = dict(query=0, key=1, value=2).get(layer[2].rpartition('.')[2])
-        inner = 'attention.qkv' if third is not None else _BERT.get(layer[2])
-        return (f'model.layers.{layer[1]}.{inner}.{end}', third) if inner else None
-    return (f'{_BERT[module]}.{end}', None) if module in _BERT else None
+def _metadata(name, recipe, glue):
+    results = [EvalResult(task_type='text-classification', dataset_type='glue', dataset_name=f"{s['name']} (evaluation split)", dataset_config=s['name'], dataset_split='validation',
+                          metric_type={'matthews': 'matthews_correlation', 'pearson': 'pearsonr', 'spearman': 'spearmanr'}.get(s['metric'], s['metric']), metric_value=round(s['median'], 4))
+               for s in (glue or {}).get('scores', ())]
+    data = recipe['data']
+    return ModelCardData(language='en' if data.get('ascii_only') else None, license='other', library_name='transformers', tags=['cramming', 'cramnb', 'bert', 'fill-mask'], pipeline_tag='fill-mask',
+                         datasets=[data['hub_path']] if data['source'] == 'hub' and '/' in data.get('hub_path', '') else None, model_name=name, eval_results=results or None)
 
-# %% ../nbs/17_hub.ipynb #2af359d3
+# %% ../nbs/17_hub.ipynb #a35bf37c
 def model_card(
     name:str,               # of the run
     recipe:dict,            # recipe.json
@@ -360,20 +380,31 @@ def model_card(
     parts += ['The text decides what the model repeats, its mistakes included. The licence of the weights is for their author to choose.']
     return f"---\n{_metadata(name, recipe, glue).to_yaml()}\n---\n\n" + '\n\n'.join(parts) + '\n'
 
-def _protocol(glue):
-    p = glue['protocol']
-    rate = f"the best of {', '.join(f'{lr:g}' for lr in p['sweep_lr'])}" if p.get('sweep_lr') else f"{p['lr']:g}"
-    return f"Fine-tuned with AdamW, learning rate {rate}, batch {p['batch_size']}, {p['epochs']} epochs, the same for all tasks; last epoch, median of {p['trials']} trial{'s' if p['trials'] > 1 else ''}; evaluation split, never the test split."
+# %% ../nbs/17_hub.ipynb #e56f233d
+def _write_model(source, target, form):
+    "Weights and tokenizer: as they are, or as transformers' BERT."
+    shutil.copytree(source, target)
+    config = json.loads((source/'config.json').read_text())
+    if form == 'cramnb' or config['model_type'] == 'bert': return
+    with quiet():
+        bert = to_bert(CrammedBertForMaskedLM.from_pretrained(source))
+        for old in target.glob('*.safetensors*'): old.unlink()
+        bert.save_pretrained(target)
 
-def _metadata(name, recipe, glue):
-    results = [EvalResult(task_type='text-classification', dataset_type='glue', dataset_name=f"{s['name']} (evaluation split)", dataset_config=s['name'], dataset_split='validation',
-                          metric_type={'matthews': 'matthews_correlation', 'pearson': 'pearsonr', 'spearman': 'spearmanr'}.get(s['metric'], s['metric']), metric_value=round(s['median'], 4))
-               for s in (glue or {}).get('scores', ())]
-    data = recipe['data']
-    return ModelCardData(language='en' if data.get('ascii_only') else None, license='other', library_name='transformers', tags=['cramming', 'cramnb', 'bert', 'fill-mask'], pipeline_tag='fill-mask',
-                         datasets=[data['hub_path']] if data['source'] == 'hub' and '/' in data.get('hub_path', '') else None, model_name=name, eval_results=results or None)
+def upload(
+    folder:Path,            # to put there
+    name:str,               # NAME/REPO
+)->str:                     # its address
+    "Push a folder to the hub. Raises CramError when nobody is logged in."
+    api = HfApi()
+    try: api.whoami()
+    except Exception: raise CramError(f"push={name}: the hub does not know you, or cannot be reached. Log in with `hf auth login`. The folder is ready in {folder}.") from None
+    try:
+        api.create_repo(name, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=folder))
+    except (HfHubHTTPError, OSError) as e: raise CramError(f"push={name} failed: {str(e).splitlines()[0]} The folder is ready in {folder}.") from None
 
-# %% ../nbs/17_hub.ipynb #978de195
+# %% ../nbs/17_hub.ipynb #7ab95d5c
 def publish(
     run:Path,               # folder of a finished run
     form:str='cramnb',      # 'cramnb', or 'bert' for a plain BertForMaskedLM where that is exact
@@ -399,26 +430,3 @@ def publish(
     os.replace(partial, target)
     if push: say(f"Pushed: {upload(target, push)}")
     return target
-
-def _write_model(source, target, form):
-    "Weights and tokenizer: as they are, or as transformers' BERT."
-    shutil.copytree(source, target)
-    config = json.loads((source/'config.json').read_text())
-    if form == 'cramnb' or config['model_type'] == 'bert': return
-    with quiet():
-        bert = to_bert(CrammedBertForMaskedLM.from_pretrained(source))
-        for old in target.glob('*.safetensors*'): old.unlink()
-        bert.save_pretrained(target)
-
-def upload(
-    folder:Path,            # to put there
-    name:str,               # NAME/REPO
-)->str:                     # its address
-    "Push a folder to the hub. Raises CramError when nobody is logged in."
-    api = HfApi()
-    try: api.whoami()
-    except Exception: raise CramError(f"push={name}: the hub does not know you, or cannot be reached. Log in with `hf auth login`. The folder is ready in {folder}.") from None
-    try:
-        api.create_repo(name, exist_ok=True)
-        return str(api.upload_folder(repo_id=name, folder_path=folder))
-    except (HfHubHTTPError, OSError) as e: raise CramError(f"push={name} failed: {str(e).splitlines()[0]} The folder is ready in {folder}.") from None
