@@ -62,15 +62,15 @@ class Log:
         self.tell(row)
         return row
 
-# %% ../nbs/18_watch.ipynb #9666f8a2
+# %% ../nbs/18_watch.ipynb #c1c8fb35
 PEAKS = {   # card: (dense 16-bit TFLOP/s with 32-bit accumulation, where it is written)
-    'B200': (2250, 'data sheet'), 'H200': (989.4, 'data sheet'), 'H200 NVL': (835.5, 'data sheet'), 'GH200': (989.4, 'data sheet'), 'H100': (989.4, 'data sheet'), 'H100 PCIE': (756.5, 'data sheet'),
-    'H100 NVL': (835.5, 'data sheet'), 'H20': (148, 'data sheet'), 'A100': (312, 'data sheet'), 'A800': (312, 'data sheet'), 'A40': (149.7, 'data sheet'), 'A30': (165, 'data sheet'),
-    'A10': (125, 'data sheet'), 'L4': (121, 'data sheet'), 'L40': (181, 'data sheet'), 'L40S': (362, 'data sheet'), 'T4': (65, 'data sheet'), 'V100': (125, 'data sheet'), 'V100 PCIE': (112, 'data sheet'),
-    'RTX A6000': (154.8, 'GA102 white paper'), 'RTX A5000': (111.1, 'data sheet'), 'RTX A4000': (76.7, 'data sheet'), 'RTX 6000 ADA': (364.2, 'data sheet'),
+    'B200': (2250, 'Blackwell data sheet, halved'), 'H200': (989.4, 'H200 data sheet, halved'), 'H100': (989.4, 'H100 data sheet, halved'), 'H100 PCIE': (756.5, 'H100 data sheet, halved'),
+    'H100 NVL': (835.5, 'H100 data sheet, halved'), 'A100': (312, 'A100 data sheet'), 'A40': (149.7, 'A40 data sheet'), 'A10': (125, 'A10 data sheet'), 'L4': (121, 'L4 data sheet, halved'),
+    'L40': (181, 'L40 data sheet'), 'L40S': (362, 'L40S data sheet'), 'T4': (65, 'T4 data sheet'), 'V100': (125, 'V100 data sheet'), 'V100 PCIE': (112, 'V100 data sheet'),
+    'RTX A6000': (154.8, 'GA102 white paper'), 'RTX A4000': (76.7, 'RTX A4000 data sheet, halved'), 'RTX 6000 ADA': (364.2, 'four times its float32 peak'),
     'TITAN RTX': (130.5, 'Turing white paper'), 'RTX 2080 TI': (53.8, 'Turing white paper'), 'RTX 3070': (40.6, 'GA102 white paper'), 'RTX 3080': (59.5, 'GA102 white paper'),
-    'RTX 3090': (71, 'GA102 white paper'), 'RTX 4080': (97.5, 'Ada white paper'), 'RTX 4090': (165.2, 'Ada white paper'), 'RTX 5080': (112.6, 'Blackwell white paper'),
-    'RTX 5090': (209.5, 'Blackwell white paper'),
+    'RTX 3090': (71, 'GA102 white paper'), 'RTX 4080': (97.5, 'Ada white paper'), 'RTX 4090': (165.2, 'Ada white paper'), 'RTX 5080': (112.6, 'its AI TOPS, a sixteenth'),
+    'RTX 5090': (209.5, 'its AI TOPS, a sixteenth'),
 }
 
 # %% ../nbs/18_watch.ipynb #002cf2cd
@@ -361,7 +361,20 @@ class Bars:
         elif self.stage and self.last[1] and self.said[1] < 1: self.line(end=True)
         self.bar = self.stage = None
 
-# %% ../nbs/18_watch.ipynb #150e6c21
+# %% ../nbs/18_watch.ipynb #fbbaf1b3
+def _live_figure(rows):
+    "Loss so far against the share of the budget, from the notes of `progress` calls."
+    fig = Figure(figsize=(7, 3), layout='constrained')
+    ax, at, losses = fig.subplots(), [r['share'] for r in rows], [r['loss'] for r in rows]
+    ax.plot(at, losses, color='0.8', lw=1)
+    ax.plot(at, smooth(losses), color='#0072B2', label='training loss, smoothed')
+    held = [(b['share'], b['heldout']) for a, b in zip([{}, *rows], rows) if b.get('heldout') is not None and b['heldout'] != a.get('heldout')]
+    if held: ax.plot(*zip(*held), 'o', color='#D55E00', label='held-out loss')
+    ax.set(xlabel='share of the budget (per cent)', ylabel='nats per token')
+    ax.spines[['top', 'right']].set_visible(False); ax.legend(frameon=False)
+    return fig
+
+# %% ../nbs/18_watch.ipynb #46816324
 class LiveChart:
     "A `progress` for notebooks: the loss as a growing chart, and a still picture of it when the `with` block ends."
     def __init__(self, every:float=2.0, live:bool|None=None, clock:Callable=time.monotonic):
@@ -388,15 +401,7 @@ class LiveChart:
 
     def figure(self)->Figure:
         "Loss so far against the share of the budget."
-        fig = Figure(figsize=(7, 3), layout='constrained')
-        ax, at, losses = fig.subplots(), [r['share'] for r in self.rows], [r['loss'] for r in self.rows]
-        ax.plot(at, losses, color='0.8', lw=1)
-        ax.plot(at, smooth(losses), color='#0072B2', label='training loss, smoothed')
-        held = [(b['share'], b['heldout']) for a, b in zip([{}, *self.rows], self.rows) if b.get('heldout') is not None and b['heldout'] != a.get('heldout')]
-        if held: ax.plot(*zip(*held), 'o', color='#D55E00', label='held-out loss')
-        ax.set(xlabel='share of the budget (per cent)', ylabel='nats per token')
-        ax.spines[['top', 'right']].set_visible(False); ax.legend(frameon=False)
-        return fig
+        return _live_figure(self.rows)
 
     def png(self)->bytes:
         "The picture as a file."
@@ -409,7 +414,7 @@ class LiveChart:
         if self.live: self.box.close()
         if self.rows: display(Image(self.png(), format='png'))
 
-# %% ../nbs/18_watch.ipynb #3937856f
+# %% ../nbs/18_watch.ipynb #fb0d3bca
 def plot_run(
     rows:list[dict],        # of metrics.jsonl
     summary:dict,           # of pretrain.json
@@ -426,7 +431,7 @@ def plot_run(
     top.axhline(summary['unigram'], color='#D55E00', ls='--', label='unigram entropy: word frequencies alone')
     top.set_ylabel('nats per token'); top.legend(frameon=False)
     mid.plot(x, [r['lr'] for r in rows], color='#009E73'); mid.set_ylabel('learning rate')
-    low.step(x, [r['batch_size'] for r in rows], color='#CC79A7'); low.set_ylabel('batch size'); low.set_xlabel(f'{unit} of the budget')
+    low.step(x, [r['batch_size'] for r in rows], color='#CC79A7'); low.set_ylim(0); low.set_ylabel('batch size'); low.set_xlabel(f'{unit} of the budget')
     return fig
 
 # %% ../nbs/18_watch.ipynb #8a558f73
