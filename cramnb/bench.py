@@ -189,14 +189,22 @@ def with_datasets(
     tokenizer.save_pretrained(str(folder/'tokenizer'))
     return len(rows)*data.seq_length
 
-# %% ../nbs/20_bench.ipynb #0edc2678
-def with_cramnb(files:str, data:Data, folder:Path)->int:
+# %% ../nbs/20_bench.ipynb #82de9752
+def with_cramnb(
+    files:str,              # a JSON-lines file
+    data:Data,              # as for `with_datasets`
+    folder:Path,            # where the corpus goes
+)->int:                     # tokens in rows, those held out not counted
     "The same with this library."
     corpus, _ = prepare_corpus(replace(data, source='files', files=files), folder)
     return corpus.rows[:0].shape[1]*len(corpus.rows)
 
-def arm_process(which:str, files:str, folder:str):
-    "Run one arm and print what it took; called in a process of its own."
+def arm_process(
+    which:str,              # 'ours' or 'theirs'
+    files:str,              # a JSON-lines file; its `Data` lies beside it as .json
+    folder:str,             # for scraps
+):
+    "Run one arm and print a JSON line: processor seconds, bytes at the peak, tokens. Called in a process of its own."
     import resource
     data, before = Data(**json.loads(Path(files).with_suffix('.json').read_text())), sum(os.times()[:4])
     datasets.disable_progress_bars()
@@ -225,11 +233,24 @@ def data(
     write_json(text.with_suffix('.json'), asdict(d))
     return Case(lambda: _arm('ours', text, folder), lambda: _arm('theirs', text, folder), 'the same steps with datasets.map', same=lambda a, b: abs(a/b - 1) < .05, warm=0)
 
-# %% ../nbs/20_bench.ipynb #f1e7a9d2
+# %% ../nbs/20_bench.ipynb #29f40646
 def _padded(tokenizer, row, task, ev):
     "One row as run_glue.py feeds it."
     texts = [row[f] for f in task.fields] + ['']*(len(task.fields) == 1 and ev.pair_template)
     return dict(tokenizer(*texts, truncation=True, padding='max_length', max_length=ev.max_seq_length, return_token_type_ids=False), label=row['label'])
+
+def _with_trainer(folder, tokenizer, task, train, dev, ev, on_cpu):
+    "Fine-tune as run_glue.py does, and score the rows of `dev`."
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(folder/'exam', classifier_pooling='mean', num_labels=task.num_labels)
+    feed = lambda rows: [_padded(tokenizer, r, task, ev) for r in rows]
+    options = TrainingArguments(str(folder/'trainer'), per_device_train_batch_size=ev.batch_size, per_device_eval_batch_size=128, num_train_epochs=1, learning_rate=ev.lr, lr_scheduler_type='cosine',
+                                seed=0, use_cpu=on_cpu, report_to='none', save_strategy='no', logging_strategy='no', disable_tqdm=True)
+    trainer = Trainer(model, options, train_dataset=feed(train))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    out = trainer.predict(feed(dev)).predictions
+    return score(task.target, out[:, 0] if task.num_labels == 1 else out.argmax(1), np.array([r['label'] for r in dev]))
 
 def _silent(work):
     "Without the loading reports of transformers."
@@ -237,7 +258,7 @@ def _silent(work):
         with quiet(): return work()
     return run
 
-# %% ../nbs/20_bench.ipynb #48ccbcfe
+# %% ../nbs/20_bench.ipynb #1e512cb4
 def finetune(
     recipe:Recipe,          # reads eval: glue_dir and the first of its tasks; without a folder, acceptability made of the built-in text
     folder:Path,            # for the checkpoint
@@ -252,19 +273,9 @@ def finetune(
     torch.manual_seed(0)
     arch = Arch(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, intermediate_size=1024, classifier_hidden_size=256)
     for part in (build_model(arch, 8192), tokenizer): part.save_pretrained(folder/'exam')
-    kinds = dict(num_labels=task.num_labels)
-    def ours(): return run_trial(folder/'exam', task, dict(train=train, dev=dev), ev, 0)[0].metrics[task.target]
-    def theirs():
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_pretrained(folder/'exam', classifier_pooling='mean', **kinds)
-        feed = lambda rows: [_padded(tokenizer, r, task, ev) for r in rows]
-        options = TrainingArguments(str(folder/'trainer'), per_device_train_batch_size=ev.batch_size, per_device_eval_batch_size=128, num_train_epochs=1, learning_rate=ev.lr, lr_scheduler_type='cosine',
-                                    seed=0, use_cpu=recipe.impl.device == 'cpu' or not torch.cuda.is_available(), report_to='none', save_strategy='no', logging_strategy='no', disable_tqdm=True)
-        trainer = Trainer(model, options, train_dataset=feed(train))
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        out = trainer.predict(feed(dev)).predictions
-        return score(task.target, out[:, 0] if task.num_labels == 1 else out.argmax(1), np.array([r['label'] for r in dev]))
+    on_cpu = recipe.impl.device == 'cpu' or not torch.cuda.is_available()
+    ours = lambda: run_trial(folder/'exam', task, dict(train=train, dev=dev), ev, 0)[0].metrics[task.target]
+    theirs = lambda: _with_trainer(folder, tokenizer, task, train, dev, ev, on_cpu)
     with quiet(): return Case(_silent(ours), _silent(theirs), "transformers' Trainer, every text padded to 128", amount=rows, unit='examples', same=lambda a, b: abs(a - b) < .2)
 
 # %% ../nbs/20_bench.ipynb #4505c25c
@@ -292,13 +303,13 @@ def read_bench(
     short = [] if any(w.startswith('data') for w in options) else ['data.max_megabytes=4']
     return names or list(CASES), int(given[-1]), compose(short + options)
 
-# %% ../nbs/20_bench.ipynb #1c74368a
+# %% ../nbs/20_bench.ipynb #82bb1588
 def bench(
     words:list[str],        # cases and key=value options
     out:str|Path='bench.json',  # figures, for chapters and lab books
     say:Callable=print,     # where to tell
 )->dict:                    # machine and one record a case
-    "Measure cases side by side, print a table and write `bench.json`."
+    "Measure cases side by side, print a table and write `bench.json`. Raises CramError for an unknown case, and for arms that do not do the same work."
     names, rounds, recipe = read_bench(words)
     torch.set_num_threads(1)
     say(f"{'case':<10}{'ours/s':>12}{'theirs/s':>12}   ratio (lowest to highest of {rounds})   against")

@@ -57,7 +57,7 @@ def noticing(
         raise LostRank(f"Process {world.rank} of {world.size}: another process of this run has ended, or has not answered within {world.minutes:g} minutes (impl.dist_timeout). "
                        f"The run ends here; the last checkpoint is kept. ({' '.join(str(e).split())[:120]})") from None
 
-# %% ../nbs/13_distributed.ipynb #33b08459
+# %% ../nbs/13_distributed.ipynb #d175297f
 class World:
     "The processes of one run, and how they agree. A run of one process needs no torch.distributed, and agrees at once."
     def __init__(self,
@@ -68,15 +68,6 @@ class World:
         minutes:float=10.0,     # patience with one that does not answer
     ):
         self.rank, self.size, self.store, self.group, self.minutes, self.is_first, self.asked = rank, size, store, group, minutes, rank == 0, 0
-
-    def share(self, value):
-        "What the first process says, on all: anything JSON can hold."
-        if self.size == 1: return value
-        raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        raw = raw if self.is_first else torch.empty(int(self.from_first(0.0)), dtype=torch.uint8)
-        if self.is_first: self.from_first(len(raw))
-        with noticing(self): dist.broadcast(raw, 0, group=self.group)
-        return json.loads(bytes(raw.tolist()))
 
     def from_first(self, value:float)->float:
         "A number of the first process, on all."
@@ -98,7 +89,21 @@ class World:
 # %% ../nbs/13_distributed.ipynb #8b4faf21
 from fastcore.basics import patch
 
-# %% ../nbs/13_distributed.ipynb #07d4c8b3
+# %% ../nbs/13_distributed.ipynb #a677aa1d
+@patch
+def share(
+    self:World,
+    value,                  # anything JSON can hold; only the first process's counts
+):                          # the same on all
+    "What the first process says, on all."
+    if self.size == 1: return value
+    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    raw = raw if self.is_first else torch.empty(int(self.from_first(0.0)), dtype=torch.uint8)
+    if self.is_first: self.from_first(len(raw))
+    with noticing(self): dist.broadcast(raw, 0, group=self.group)
+    return json.loads(bytes(raw.tolist()))
+
+# %% ../nbs/13_distributed.ipynb #ab6135d7
 @patch
 def first_then_rest(
     self:World,
@@ -115,6 +120,7 @@ def first_then_rest(
         while not self.store.check([key]): time.sleep(0.2)
     return work()
 
+# %% ../nbs/13_distributed.ipynb #a6208ab4
 @patch
 def only_first(
     self:World,
@@ -173,7 +179,7 @@ class ParallelTrainer(Trainer):
         with noticing(self.world): dist.all_reduce(loss)
         return super().step(loss/self.world.size)
 
-# %% ../nbs/13_distributed.ipynb #9545c9ae
+# %% ../nbs/13_distributed.ipynb #2f1c4049
 def spread(
     trainer:Trainer,        # as for one process
     world:World,            # of any size

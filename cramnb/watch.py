@@ -431,7 +431,7 @@ def plot_run(
     top.axhline(summary['unigram'], color='#D55E00', ls='--', label='unigram entropy: word frequencies alone')
     top.set_ylabel('nats per token'); top.legend(frameon=False)
     mid.plot(x, [r['lr'] for r in rows], color='#009E73'); mid.set_ylabel('learning rate')
-    low.step(x, [r['batch_size'] for r in rows], color='#CC79A7'); low.set_ylabel('batch size'); low.set_xlabel(f'{unit} of the budget')
+    low.step(x, [r['batch_size'] for r in rows], color='#CC79A7'); low.set_ylim(0); low.set_ylabel('batch size'); low.set_xlabel(f'{unit} of the budget')
     return fig
 
 # %% ../nbs/18_watch.ipynb #8a558f73
