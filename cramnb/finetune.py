@@ -8,8 +8,8 @@ Docs: https://cramnb.github.io/cramnb/finetune.html.md"""
 
 # %% auto #0
 __all__ = ['SUBMISSION', 'encode_task', 'collate', 'token_types', 'similar_lengths', 'quiet', 'load_classifier', 'load_tokenizer',
-           'inputs', 'predict', 'train_classifier', 'updates_of', 'start_at_mean', 'Trial', 'run_trial', 'check_length',
-           'encode_texts', 'encode_words', 'predict_words', 'measure', 'labels_of', 'Score', 'summarise', 'mean_score',
+           'inputs', 'predict', 'train_classifier', 'updates_of', 'start_at_mean', 'Trial', 'run_trial', 'encode_texts',
+           'encode_words', 'predict_words', 'measure', 'check_length', 'labels_of', 'Score', 'summarise', 'mean_score',
            'within_rules', 'settings', 'leak', 'Planned', 'plan_trials', 'Pace', 'evaluate_checkpoint',
            'write_predictions', 'score_table', 'plot_scores']
 
@@ -95,7 +95,7 @@ def quiet():
         transformers.logging.set_verbosity(level)
         if bars: transformers.logging.enable_progress_bar()
 
-# %% ../nbs/15_finetune.ipynb #50aaff09
+# %% ../nbs/15_finetune.ipynb #7ccd8058
 def load_classifier(
     checkpoint:str|Path,    # Hugging Face folder or hub name
     num_labels:int,         # classes; 1 for regression
@@ -115,6 +115,7 @@ def load_classifier(
     if lost: raise CramError(f"{checkpoint} misses {len(lost)} weights: {', '.join(lost[:8])}{' …' if len(lost) > 8 else ''}.")
     return model
 
+# %% ../nbs/15_finetune.ipynb #67e10890
 def load_tokenizer(
     checkpoint:str|Path,    # Hugging Face folder or hub name
 )->PreTrainedTokenizerBase:
@@ -124,6 +125,7 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None or tokenizer.sep_token_id is None: raise CramError(f"The tokenizer of {checkpoint} has no padding or no separator token.")
     return tokenizer
 
+# %% ../nbs/15_finetune.ipynb #bd96feeb
 def inputs(
     model:nn.Module,        # with a head
     tokenizer:PreTrainedTokenizerBase,  # of the checkpoint
@@ -250,20 +252,23 @@ def run_trial(
     blind = [baseline(task, _asked(labels_of(splits[split]))) for split in ('dev', 'dev_mismatched') if split in splits]
     return Trial(task.name, seed, metrics, blind[0], loss, target=task.target, remark=_remark(task, answers), baseline_mm=blind[-1]), answers
 
-# %% ../nbs/15_finetune.ipynb #cc5a0e4e
-def check_length(checkpoint:str|Path, config, ev:Eval):
-    "Refuse texts longer than a table of positions before the first batch does. Raises CramError."
-    rows = getattr(config, 'max_position_embeddings', None)
-    if getattr(config, 'position_embedding_type', 'absolute') in ('rotary', 'none') or rows is None or ev.max_seq_length <= rows: return
-    raise CramError(f"eval.max_seq_length={ev.max_seq_length} is longer than the position table of {checkpoint}, which has {rows} rows.")
-
-# %% ../nbs/15_finetune.ipynb #55d3f9a9
-def encode_texts(tokenizer, rows, task, ev)->tuple[list[list[int]],Tensor]:
+# %% ../nbs/15_finetune.ipynb #8cf2e329
+def encode_texts(
+    tokenizer:PreTrainedTokenizerBase,  # of the checkpoint
+    rows:list[dict],        # of one split
+    task:Task,              # names the fields
+    ev:Eval,                # reads max_seq_length, pair_template
+)->tuple[list[list[int]],Tensor]:   # ids, (n,) labels
     "Token ids and one label a text; the labels of a test split are missing, and become 0."
     kind = torch.float32 if task.num_labels == 1 else torch.long
     return encode_task(tokenizer, rows, task.fields, ev), torch.tensor([r.get('label', 0) for r in rows], dtype=kind)
 
-def encode_words(tokenizer, rows, task, ev)->tuple[list[list[int]],list[list[int]]]:
+def encode_words(
+    tokenizer:PreTrainedTokenizerBase,  # of the checkpoint
+    rows:list[dict],        # a list of words and a list of labels each
+    task:Task,              # names the field
+    ev:Eval,                # reads max_seq_length
+)->tuple[list[list[int]],list[list[int]]]:  # ids, labels of the same lengths
     "Token ids, and each word's label on its first token: -100 elsewhere."
     out = tokenizer([r[task.fields[0]] for r in rows], is_split_into_words=True, truncation=True, max_length=ev.max_seq_length, return_attention_mask=False, return_token_type_ids=False)
     labels = []
@@ -272,9 +277,16 @@ def encode_words(tokenizer, rows, task, ev)->tuple[list[list[int]],list[list[int
         labels.append([row['label'][w] if w is not None and w not in words[:i] else -100 for i, w in enumerate(words)])
     return out['input_ids'], labels
 
+# %% ../nbs/15_finetune.ipynb #cb89246b
 @torch.no_grad()
-def predict_words(model, ids, tokenizer, ev, batch_size:int=128)->list[list[int]]:
-    "A class for every token."
+def predict_words(
+    model:nn.Module,        # with a head for tokens
+    ids:list[list[int]],    # from `encode_words`
+    tokenizer:PreTrainedTokenizerBase,  # of the checkpoint
+    ev:Eval,                # reads token_types
+    batch_size:int=128,     # texts a pass
+)->list[list[int]]:         # a class for every token, as long as `ids`
+    "A class for every token; `predict` for tasks of tokens."
     was, out = model.training, [None]*len(ids)
     model.eval()
     for rows in similar_lengths(np.array([len(i) for i in ids]), batch_size):
@@ -283,21 +295,42 @@ def predict_words(model, ids, tokenizer, ev, batch_size:int=128)->list[list[int]
     model.train(was)
     return out
 
-def measure(task:Task, answers, labels, split:str)->dict[str,float]:
+# %% ../nbs/15_finetune.ipynb #8f39eea2
+def measure(
+    task:Task,              # names its metrics
+    answers,                # from `predict` or `predict_words`
+    labels,                 # as many
+    split:str,              # metrics of a `_mismatched` one end in _mm
+)->dict[str,float]:         # by name
     "All metrics of a task on one split, through `evaluate`."
     if task.per_token: answers, labels = _asked(answers, labels), _asked(labels, labels)
-    metric = GlueMetric(config_name=task.name if TASKS.get(task.name) == task else ','.join(task.metrics))
+    metric, end = GlueMetric(config_name=task.name if TASKS.get(task.name) == task else ','.join(task.metrics)), '_mm' if split.endswith('mismatched') else ''
     p, r = np.asarray(answers, dtype=float), np.asarray(labels, dtype=float)
-    if np.isnan(p).any(): return {m + ('_mm' if split.endswith('mismatched') else ''): 0.0 for m in task.metrics}
+    if np.isnan(p).any(): return {m + end: 0.0 for m in task.metrics}
     kind = float if {'pearson', 'spearman'} & set(task.metrics) else int
-    return {m + ('_mm' if split.endswith('mismatched') else ''): v for m, v in metric.compute(predictions=p.astype(kind).tolist(), references=r.astype(kind).tolist()).items()}
-
-def labels_of(rows:list[dict])->list: return [r['label'] for r in rows]
+    return {m + end: v for m, v in metric.compute(predictions=p.astype(kind).tolist(), references=r.astype(kind).tolist()).items()}
 
 def _asked(values, labels=None):
     "One flat list: where values are lists, those whose label is asked."
     if not len(values) or not isinstance(values[0], list): return values
     return [v for row, ask in zip(values, labels or values) for v, a in zip(row, ask) if a != -100]
+
+# %% ../nbs/15_finetune.ipynb #f19f02f7
+def check_length(
+    checkpoint:str|Path,    # for the message
+    config,                 # of the model
+    ev:Eval,                # reads max_seq_length
+):
+    "Refuse texts longer than a table of positions. Raises CramError."
+    rows = getattr(config, 'max_position_embeddings', None)
+    if getattr(config, 'position_embedding_type', 'absolute') in ('rotary', 'none') or rows is None or ev.max_seq_length <= rows: return
+    raise CramError(f"eval.max_seq_length={ev.max_seq_length} is longer than the position table of {checkpoint}, which has {rows} rows.")
+
+def labels_of(
+    rows:list[dict],        # of a split with answers
+)->list:                    # one a row
+    "The right answers."
+    return [r['label'] for r in rows]
 
 def _remark(task, answers):
     "What a reader of the score has to know about the answers."
@@ -306,6 +339,7 @@ def _remark(task, answers):
     return f'{task.name}: a trial gave the same answer to every row' if len(flat) > 1 and len(np.unique(flat)) == 1 else ''
 
 def _save(model, tokenizer, folder):
+    "A model and its tokenizer, whole or not at all."
     partial = folder.with_name(folder.name + '.partial')
     with quiet(): model.save_pretrained(partial); tokenizer.save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)
@@ -373,7 +407,7 @@ def leak(
     count = int(ev.warmup*(first//ev.batch_size*ev.epochs))
     return replace(ev, warmup=min(count/updates_of(rows, ev), 0.99))
 
-# %% ../nbs/15_finetune.ipynb #da9964dd
+# %% ../nbs/15_finetune.ipynb #c21656fe
 @dataclass
 class Planned:
     "A trial to come."
@@ -387,6 +421,7 @@ class Planned:
     file:Path               # its result
     work:float              # characters to read: of every epoch, and a third for rows that are only answered
 
+# %% ../nbs/15_finetune.ipynb #1ac733a2
 def plan_trials(
     ev:Eval,                # the protocol
     tasks:list[tuple],      # from `load_tasks`
@@ -472,7 +507,7 @@ def _spell(task, answer):
     if task.num_labels == 1: return f'{min(max(answer, 0.0), 5.0) if task.name == "stsb" else answer:.3f}'
     return task.labels[int(answer)] if task.labels and math.isfinite(answer) else str(answer)
 
-# %% ../nbs/15_finetune.ipynb #f3b0f7f3
+# %% ../nbs/15_finetune.ipynb #79d3370e
 def score_table(
     trials:list[Trial],     # from `evaluate_checkpoint`
     ev:Eval,                # the protocol
@@ -489,6 +524,7 @@ def score_table(
     if any(s.setting for s in scores): lines.append('- chosen on the evaluation rows: ' + ', '.join(f'{s.name} {s.setting}' for s in scores))
     return '\n'.join(lines + [f"- {r}" for r in dict.fromkeys(t.remark for t in trials) if r])
 
+# %% ../nbs/15_finetune.ipynb #cd81f548
 def plot_scores(
     scores:list[Score],     # from `summarise`
     title:str='this model', # how to call it in the legend
