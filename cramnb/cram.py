@@ -415,20 +415,22 @@ def protocol_key(
     recipe:Recipe,          # reads eval
     checkpoint:Path,        # what is scored
     corpus:Corpus|None=None,  # whose held-out text makes the local tasks
+    precision:torch.dtype=torch.float32,  # of the matrix products
 )->str:                     # 8 hex digits
     "Trials with the same key answer the same question; the list of tasks and the number of trials may grow."
-    what = [dataclasses.asdict(dataclasses.replace(recipe.eval, trials=1, tasks='')), str(checkpoint), corpus.card['key'] if corpus else '']
+    what = [dataclasses.asdict(dataclasses.replace(recipe.eval, trials=1, tasks='')), str(checkpoint), corpus.card['key'] if corpus else '', str(precision)]
     return hashlib.md5(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
 
 def run_eval(recipe, corpus, checkpoint, folder, bars)->tuple[list,Path]:
     "Score a checkpoint; every protocol has its own folder, so that finished trials are found again. Returns trials and folder."
     if recipe.impl.threads: torch.set_num_threads(recipe.impl.threads)
-    where = folder/'eval'/protocol_key(recipe, checkpoint, corpus)
     device = pick_device(recipe.impl)
-    trials = evaluate_checkpoint(checkpoint, recipe.eval, where, _suite(recipe, corpus), recipe.seed, device, bars, pick_precision(recipe.impl, device))
+    precision = pick_precision(recipe.impl, device)
+    where = folder/'eval'/protocol_key(recipe, checkpoint, corpus, precision)
+    trials = evaluate_checkpoint(checkpoint, recipe.eval, where, _suite(recipe, corpus), recipe.seed, device, bars, precision)
     bars.close()
     mean, harmonic = mean_score(summarise(trials))
-    scores = dict(checkpoint=str(checkpoint), protocol=dataclasses.asdict(recipe.eval), rules=within_rules(recipe.eval), mean=mean, harmonic_mean=harmonic, scores=[dataclasses.asdict(s) for s in summarise(trials)],
+    scores = dict(checkpoint=str(checkpoint), protocol=dataclasses.asdict(recipe.eval), precision=str(precision).removeprefix('torch.'), rules=within_rules(recipe.eval), mean=mean, harmonic_mean=harmonic, scores=[dataclasses.asdict(s) for s in summarise(trials)],
                   remarks=list(dict.fromkeys(t.remark for t in trials if t.remark)))
     for place in (where, folder) if recipe.eval.checkpoint == 'latest' else (where,):
         write_json(place/'glue.json', scores)

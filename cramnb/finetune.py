@@ -295,7 +295,7 @@ def predict_words(
     model.train(was)
     return out
 
-# %% ../nbs/15_finetune.ipynb #8f39eea2
+# %% ../nbs/15_finetune.ipynb #c7a21317
 def measure(
     task:Task,              # names its metrics
     answers,                # from `predict` or `predict_words`
@@ -304,7 +304,8 @@ def measure(
 )->dict[str,float]:         # by name
     "All metrics of a task on one split, through `evaluate`."
     if task.per_token: answers, labels = _asked(answers, labels), _asked(labels, labels)
-    metric, end = GlueMetric(config_name=task.name if TASKS.get(task.name) == task else ','.join(task.metrics)), '_mm' if split.endswith('mismatched') else ''
+    metric = GlueMetric(config_name=task.name if TASKS.get(task.name) == task else ','.join(task.metrics))
+    end = '_mm' if split.endswith('mismatched') else ''
     p, r = np.asarray(answers, dtype=float), np.asarray(labels, dtype=float)
     if np.isnan(p).any(): return {m + end: 0.0 for m in task.metrics}
     kind = float if {'pearson', 'spearman'} & set(task.metrics) else int
