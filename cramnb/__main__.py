@@ -1,6 +1,25 @@
-"""python -m cramnb"""
+"""The command `cramnb`, and `python -m cramnb`"""
+
+import os
 import sys
 
-from .cram import main
 
-if __name__ == "__main__": sys.exit(main())
+def main() -> int:
+    "Answer the command line; Ctrl-C while modules are loaded ends with one line."
+    # Waiting threads shall sleep: spinning gains nothing on a quiet machine and costs up to
+    # several times beside other jobs (LAB.md). It must stand before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        from .command import main
+
+        return main()
+    except KeyboardInterrupt:
+        print("\nStopped; nothing was begun.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `cramnb --help | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,70 +1,103 @@
 """What a user types, and what a user gets wrong."""
+
 import pytest
 from conftest import cramnb
 
-from cramnb.cram import VERBS, main, read_command
-from cramnb.recipe import PRESETS, CramError, compose, flat, from_dict, to_dict
+from cramnb.command import VERBS, main, option_table, read_command
+from cramnb.core import CramError
+from cramnb.fields import flat
+from cramnb.presets import PRESETS
+from cramnb.recipe import compose, from_dict, to_dict
 
 
 def mistake(capsys, *words: str) -> str:
     "Run the command in this process; it must end with exit code 2 and one line."
     code = main(list(words))
     err = capsys.readouterr().err
-    line = err.splitlines()[-1]       # before it there may be the bar of a stage
-    assert code == 2 and line.startswith("cramnb: ") and err.count("cramnb: ") == 1 and "Traceback" not in err
+    line = err.splitlines()[-1]  # before it there may be the bar of a stage
+    assert (
+        code == 2
+        and line.startswith("cramnb: ")
+        and err.count("cramnb: ") == 1
+        and "Traceback" not in err
+    )
     return line
 
 
-@pytest.mark.parametrize("words, told", [
-    (["budget=-1"], ["budget=-1", "3m"]),
-    (["budget=abc"], ["budget=abc", "hours"]),
-    (["budget=0"], ["budget=0", "more than zero"]),
-    (["train.batchsize=3"], ["train.batchsize", "train.batch_size"]),
-    (["lr=1e-3"], ["lr", "not an option"]),
-    (["arch=crammedbert"], ["arch=crammedbert", "'crammed-bert'"]),
-    (["arch=hf-bert-tiny", "arch.norm_placement=post"], ["arch.norm_placement=post", "model_type=bert"]),
-    (["data=oscar"], ["data=oscar", "fineweb-edu"]),
-    (["data=docstring"], ["data=docstring", "'docstrings'"]),
-    (["train=bert-04"], ["train=bert-04", "'bert-o4'"]),
-    (["eval=GLUE-sane"], ["eval=GLUE-sane", "'GLUE_sane'"]),
-    (["train.batch_size=many"], ["train.batch_size=many", "int"]),
-    (["train.dropout=perhaps"], ["train.dropout=perhaps", "bool"]),
-    (["train.lr=["], ["train.lr=[", "float"]),
-    (["train.lr=${x}"], ["train.lr=${x}", "float"]),
-    (["train.lr=nan"], ["train.lr=nan"]),
-    (["train.lr=inf"], ["train.lr=inf"]),
-    (["train.mlm_probability=25"], ["train.mlm_probability=25", "share"]),
-    (["impl.microbatch_size=64", "train.batch_size=32"], ["impl.microbatch_size=64", "train.batch_size=32"]),
-    (["impl.microbatch_size=lots"], ["impl.microbatch_size=lots", "auto"]),
-    (["arch.num_attention_heads=3"], ["arch.num_attention_heads=3", "arch.hidden_size"]),
-    (["arch.position_embedding_type=rotar"], ["rotar", "rotary"]),
-    (["arch=tiny-crammed", "data.seq_length=256"], ["data.seq_length=256", "max_position_embeddings=128"]),
-    (["train.scheduler=triangle3"], ["triangle3", "budget-triangle2"]),
-    (["name=a/b"], ["name=a/b", "letters"]),
-    (["name=.."], ["name=..", "letters"]),
-    (["eval.tasks=kola"], ["kola", "'cola'"]),
-    (["eval.trials=0"], ["eval.trials=0"]),
-    (["data=files"], ["data.files", "CRAMNB_DATA"]),
-    (["data=files", "data.files=nowhere"], ["data.files=nowhere"]),
-    (["impl.device=cuda"], ["impl.device=cuda", "no CUDA"]),
-    (["impl.attn_implementation=flash_attention_2"], ["flash_attention_2", "sdpa"]),
-    (["train.optimizer=muan"], ["muan", "muon"]),
-    (["nonsense"], ["nonsense", "key=value"]),
-])
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["budget=-1"], ["budget=-1", "3m"]),
+        (["budget=abc"], ["budget=abc", "hours"]),
+        (["budget=0"], ["budget=0", "more than zero"]),
+        (["train.batchsize=3"], ["train.batchsize", "train.batch_size"]),
+        (["lr=1e-3"], ["lr", "not an option"]),
+        (["arch=crammedbert"], ["arch=crammedbert", "'crammed-bert'"]),
+        (
+            ["arch=hf-bert-tiny", "arch.norm_placement=post"],
+            ["arch.norm_placement=post", "model_type=bert"],
+        ),
+        (["data=oscar"], ["data=oscar", "fineweb-edu"]),
+        (["data=docstring"], ["data=docstring", "'docstrings'"]),
+        (["train=bert-04"], ["train=bert-04", "'bert-o4'"]),
+        (["eval=GLUE-sane"], ["eval=GLUE-sane", "'GLUE_sane'"]),
+        (["train.batch_size=many"], ["train.batch_size=many", "int"]),
+        (["train.dropout=perhaps"], ["train.dropout=perhaps", "bool"]),
+        (["train.lr=["], ["train.lr=[", "float"]),
+        (["train.lr=${x}"], ["train.lr=${x}", "float"]),
+        (["train.lr=nan"], ["train.lr=nan"]),
+        (["train.lr=inf"], ["train.lr=inf"]),
+        (["train.mlm_probability=25"], ["train.mlm_probability=25", "share"]),
+        (
+            ["impl.microbatch_size=64", "train.batch_size=32"],
+            ["impl.microbatch_size=64", "train.batch_size=32"],
+        ),
+        (["impl.microbatch_size=lots"], ["impl.microbatch_size=lots", "auto"]),
+        (["arch.num_attention_heads=3"], ["arch.num_attention_heads=3", "hidden_size=128"]),
+        (["arch.position_embedding_type=rotar"], ["rotar", "rotary"]),
+        (
+            ["arch=tiny-crammed", "data.seq_length=256"],
+            ["data.seq_length=256", "max_position_embeddings=128"],
+        ),
+        (["train.scheduler=triangle3"], ["triangle3", "triangle2"]),
+        (["name=a/b"], ["name=a/b", "letters"]),
+        (["name=.."], ["name=..", "letters"]),
+        (["eval.tasks=kola"], ["kola", "'cola'"]),
+        (["eval.trials=0"], ["eval.trials=0"]),
+        (["data=files"], ["data.files", "CRAMNB_DATA"]),
+        (["data=files", "data.files=nowhere"], ["data.files=nowhere"]),
+        (["impl.device=cuda"], ["impl.device=cuda", "no CUDA"]),
+        (["impl.attn_implementation=flash_attention_2"], ["flash_attention_2", "sdpa"]),
+        (["train.optimizer=muan"], ["muan", "muon"]),
+        (["nonsense"], ["nonsense", "key=value"]),
+    ],
+)
 def test_a_mistake_gets_one_line_and_leaves_nothing(words, told, capsys, tmp_path, monkeypatch):
     import torch
-    if "impl.device=cuda" in words and torch.cuda.is_available(): pytest.skip("there is a GPU")
+
+    if "impl.device=cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CRAMNB_DATA", raising=False)
     err = mistake(capsys, "pretrain", *words)
-    for part in told: assert part in err
+    for part in told:
+        assert part in err
     assert not [p for p in tmp_path.rglob("*") if p.is_file()], "a file was left behind"
 
 
-@pytest.mark.parametrize("content, told", [(b"", "no text"), (b"\n\n \n", "no text"), (b'{"text": 3}\n', "int"), (b'{"text": "a b"}\n{"tex', "line 2"), (b'{"body": "a"}\n', "body")])
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        (b"", "no text"),
+        (b"\n\n \n", "no text"),
+        (b'{"text": 3}\n', "int"),
+        (b'{"text": "a b"}\n{"tex', "line 2"),
+        (b'{"body": "a"}\n', "body"),
+    ],
+)
 def test_bad_files_are_named(content, told, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path/"bad.jsonl").write_bytes(content)
+    (tmp_path / "bad.jsonl").write_bytes(content)
     assert told in mistake(capsys, "data", "data=files", "data.files=bad.jsonl")
     assert {p.name for p in tmp_path.rglob("*") if p.is_file()} <= {"bad.jsonl"}
 
@@ -72,19 +105,34 @@ def test_bad_files_are_named(content, told, capsys, tmp_path, monkeypatch):
 def test_cut_gzip_and_forbidden_file(capsys, tmp_path, monkeypatch, texts):
     import gzip
     import os
+
     monkeypatch.chdir(tmp_path)
-    (tmp_path/"cut.jsonl.gz").write_bytes(gzip.compress(texts.read_bytes())[:5000])
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(texts.read_bytes())[:5000])
     assert "cut.jsonl.gz" in mistake(capsys, "data", "data=files", "data.files=cut.jsonl.gz")
-    (tmp_path/"secret.txt").write_text("words")
-    (tmp_path/"secret.txt").chmod(0)
-    if os.geteuid(): assert "secret.txt" in mistake(capsys, "data", "data=files", "data.files=secret.txt")
+    (tmp_path / "secret.txt").write_text("words")
+    (tmp_path / "secret.txt").chmod(0)
+    if os.geteuid():
+        assert "secret.txt" in mistake(capsys, "data", "data=files", "data.files=secret.txt")
 
 
-def test_vocabulary_too_large_says_the_largest(capsys, tmp_path, monkeypatch, texts):
+def test_a_vocabulary_that_a_text_cannot_fill_shrinks_and_says_so(
+    capsys, tmp_path, monkeypatch, texts
+):
     monkeypatch.chdir(tmp_path)
-    err = mistake(capsys, "data", "data=files", f"data.files={texts}", "data.vocab_size=60000", "data.max_documents=100", "data.heldout=0.1")
-    assert "60000" in err and "supports" in err
-    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"]
+    assert (
+        main(
+            [
+                "data",
+                "data=files",
+                f"data.files={texts}",
+                "data.vocab_size=60000",
+                "data.max_documents=100",
+                "data.heldout=0.1",
+            ]
+        )
+        == 0
+    )
+    assert "The vocabulary has" in capsys.readouterr().out
 
 
 def test_unknown_verb(capsys):
@@ -94,36 +142,83 @@ def test_unknown_verb(capsys):
 def test_help_names_every_verb_preset_and_key(capsys):
     assert main(["--help"]) == 0 and main([]) == 0
     usage = capsys.readouterr().out
-    for verb in VERBS: assert f"\n  {verb} " in usage
-    assert main(["pretrain", "--help"]) == 0
+    for verb in VERBS:
+        assert f"\n  {verb} " in usage
+    assert main(["pretrain", "--help", "all"]) == 0
     text = capsys.readouterr().out
     for group, names in PRESETS.items():
-        for name in names: assert name in text
-    for key in flat(compose([])): assert f"  {key} " in text
+        for name in names:
+            assert name in text
+    for key in flat(compose([])):
+        assert f"  {key}=" in text
 
 
 def test_every_key_has_a_meaning():
-    from cramnb.recipe import option_table
     assert not [key for key, _, meaning in option_table() if len(meaning) < 5]
 
 
 def test_commands_of_cramming_carry_over():
-    recipe = compose("name=test arch=hf-bert-base train=bert-base data=sanity-check-2 dryrun=True impl.microbatch_size=2".split())
-    assert (recipe.arch.model_type, recipe.train.batch_size, recipe.data.tokenizer, recipe.dryrun) == ("bert", 1536, "BPE", True)
-    recipe = compose("train=bert-o4 train.optim.lr=2e-3 arch=crammed-bert arch.num_transformer_layers=4 budget=0.5".split())
+    recipe = compose(
+        (
+            "name=test arch=hf-bert-base train=bert-base data=sanity-check-2 dryrun=True "
+            "impl.microbatch_size=2"
+        ).split()
+    )
+    assert (
+        recipe.arch.model_type,
+        recipe.train.batch_size,
+        recipe.data.tokenizer,
+        recipe.dryrun,
+    ) == ("bert", 1536, "BPE", True)
+    recipe = compose(
+        (
+            "train=bert-o4 train.optim.lr=2e-3 arch=crammed-bert "
+            "arch.num_transformer_layers=4 budget=0.5"
+        ).split()
+    )
     assert (recipe.train.lr, recipe.arch.num_hidden_layers, recipe.budget) == (2e-3, 4, 0.5)
 
 
 def test_a_recipe_survives_json():
     import json
+
     recipe = compose(["arch=modern", "train=bert-o4", "budget=90s"])
     assert from_dict(json.loads(json.dumps(to_dict(recipe)))) == recipe
-    with pytest.raises(CramError, match="colour"): from_dict({"colour": "blue"})
+    with pytest.raises(CramError, match="colour"):
+        from_dict({"colour": "blue"})
 
 
 def test_every_preset_makes_a_recipe():
     for group, names in PRESETS.items():
-        for name in names: read_command(["pretrain", f"{group}={name}", "name=x"])
+        for name in names:
+            read_command(["pretrain", f"{group}={name}", "name=x"])
+
+
+def test_version_and_no_words(capsys):
+    from importlib.metadata import version
+
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"cramnb {version('cramnb')}\n"
+    assert main([]) == 0 and "usage: cramnb VERB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["cram", "pretrain", "eval", "data"])
+def test_help_is_short_and_all_of_it_is_one_word_away(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    short = capsys.readouterr().out
+    assert main([verb, "--help", "all"]) == 0
+    long = capsys.readouterr().out
+    assert (
+        len(short.splitlines()) < 35 < len(long.splitlines())
+        and max(map(len, (short + long).splitlines())) <= 100
+    )
+    assert "--help all" in short and "minutes (3m)" in long
+
+
+def test_a_command_of_the_original_says_what_it_ignores(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["eval", "name=nobody", "impl.fullgraph=False"])
+    out = capsys.readouterr().out
+    assert out.startswith("impl.fullgraph=False changes nothing here: ") and out.count("\n") == 1
 
 
 def test_the_module_runs_as_a_command(tmp_path):
