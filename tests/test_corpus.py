@@ -1,370 +1,30 @@
-"""Where text comes from: every source, every kind of damage, and what the filters take."""
-import bz2
-import gzip
-import itertools
+"""The normaliser, the built-in corpus, and a corpus through the whole build."""
+
 import json
-import shutil
 import random
-from dataclasses import replace
+import sysconfig
+import unicodedata
+from pathlib import Path
 
-import numpy as np
 import pytest
-import zstandard
 
-from cramnb.corpus import (LONGEST, NearDuplicates, Paragraphs, Report, Seen, deduplicate, documents, dropped_examples, find_files, interleave,
-                           join_rows, measure, mix_parts, normalizer, read_file, read_hub, shingles, signatures, source_version, split_long)
-from cramnb.recipe import PRESETS, RETIRED, CramError, Data, compose, preset
-
-
-DOCS = ["A first text, with \u2028 inside.", "Zweiter Text: Grüße.", "third\nwith a second line", 'a "quoted" one, with commas']
-
-
-def lines(docs, **more) -> bytes: return "".join(json.dumps({"text": d, **more}, ensure_ascii=False) + "\n" for d in docs).encode()
-
-
-def texts_of(data: Data, report: Report | None = None) -> list[str]: return [t for t, _ in documents(data, report)]
-
-
-# --- files
-
-def table(docs, sep) -> bytes: return ("id" + sep + "text\n" + "".join(f'{i}{sep}"' + d.replace('"', '""') + '"\n' for i, d in enumerate(docs))).encode()
-
-
-@pytest.mark.parametrize("name, content", [
-    ("a.jsonl", lines(DOCS)), ("a.json", lines(DOCS)), ("list.json", json.dumps([{"text": d} for d in DOCS], indent=1).encode()),
-    ("a.jsonl.gz", gzip.compress(lines(DOCS))), ("renamed.jsonl", gzip.compress(lines(DOCS))), ("unpacked.jsonl.gz", lines(DOCS)),
-    ("a.jsonl.zst", zstandard.compress(lines(DOCS))), ("frames.jsonl.zst", zstandard.compress(lines(DOCS[:2])) + zstandard.compress(lines(DOCS[2:]))),
-    ("a.csv", table(DOCS, ",")), ("a.tsv", table(DOCS, "\t")), ("a.csv.gz", gzip.compress(table(DOCS, ","))),
-    ("bom.jsonl", b"\xef\xbb\xbf" + lines(DOCS)), ("bom.csv", b"\xef\xbb\xbf" + table(DOCS, ",").replace(b"id,", b"nr,", 1)),
-    ("crlf.jsonl", lines(DOCS).replace(b"\n", b"\r\n"))])
-def test_every_kind_of_file_gives_the_same_documents(name, content, tmp_path):
-    (tmp_path/name).write_bytes(content)
-    assert list(read_file(tmp_path/name)) == DOCS
-
-
-def test_parquet_reads_the_wanted_columns_only(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    pq.write_table(pa.table({"text": DOCS, "meta": [{"set": s} for s in "abab"], "junk": [b"\xff"]*4}), tmp_path/"a.parquet")
-    assert list(read_file(tmp_path/"a.parquet")) == DOCS
-    assert list(read_file(tmp_path/"a.parquet", keep_rows="meta.set=b")) == DOCS[1::2]
-    with pytest.raises(CramError, match="data.text_key to one of: text, meta, junk"): list(read_file(tmp_path/"a.parquet", "body"))
-
-
-def test_plain_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
-    rng = random.Random(0)
-    paragraphs = [" ".join("word%d" % rng.randrange(50) for _ in range(rng.randrange(1, 80))) for _ in range(200)]
-    for newline in ("\n", "\r\n"):
-        (tmp_path/"book.txt").write_bytes((newline*2).join(paragraphs).encode())
-        docs = list(read_file(tmp_path/"book.txt"))
-        assert "\n\n".join(docs) == "\n\n".join(paragraphs) and len(docs) > 5
-
-
-def test_folders_globs_and_lists_of_them(tmp_path):
-    for name in ("b/x.txt", "a.jsonl.zst", "c.md", ".hidden/y.txt", "b/.z.txt", "picture.png"):
-        (tmp_path/name).parent.mkdir(exist_ok=True)
-        (tmp_path/name).write_text("x")
-    names = lambda spec: [p.name for p in find_files(spec)]
-    assert names(str(tmp_path)) == ["a.jsonl.zst", "x.txt", "c.md"]
-    assert names(f"{tmp_path}/*.md, {tmp_path}/b") == ["c.md", "x.txt"]
-    assert names(str(tmp_path/"**"/"*.txt")) == ["x.txt"]
-    (tmp_path/"only").mkdir()
-    (tmp_path/"only"/"p.png").write_bytes(b"x")
-    with pytest.raises(CramError, match="names no text"): find_files(str(tmp_path/"only"))
-    with pytest.raises(FileNotFoundError, match="no such file"): find_files(str(tmp_path/"nowhere"))
-
-
-# --- damage
-
-def test_bad_lines_are_counted_and_skipped_up_to_the_stated_share(tmp_path):
-    good = [f"text {i}" for i in range(500)]
-    damaged = lines(good[:250]) + b'{"text": "torn\n' + b'{"other": 1}\n' + b'["a"]\n' + b'{"text": 7}\n' + lines(good[250:])
-    (tmp_path/"a.jsonl").write_bytes(damaged)
-    report = Report()
-    assert list(read_file(tmp_path/"a.jsonl", report=report)) == good
-    assert report.counts["bad_lines"] == 4 and "a.jsonl, line 251: not JSON" in report.examples["bad_lines"][0]
-    with pytest.raises(CramError, match=r"a\.jsonl, line 251: not JSON .*4 of 504 lines are damaged; data.max_bad_lines=0.005"):
-        list(read_file(tmp_path/"a.jsonl", max_bad_lines=0.005))
-    with pytest.raises(CramError, match="line 251"): list(read_file(tmp_path/"a.jsonl", max_bad_lines=0.0))
-
-
-def test_a_file_of_damage_ends_early(tmp_path):
-    (tmp_path/"a.jsonl").write_bytes(lines(["good"]) + b"nonsense\n"*1_000_000)
-    report = Report()
-    with pytest.raises(CramError, match="line 2: not JSON"): list(read_file(tmp_path/"a.jsonl", report=report))
-    assert report.counts["bad_lines"] < 20
-
-
-def test_a_wrong_key_is_a_mistake_and_a_missing_one_is_damage(tmp_path):
-    (tmp_path/"a.jsonl").write_bytes(lines(DOCS, year=1913)*100 + b'{"year": 1}\n')
-    with pytest.raises(CramError, match="line 1: no text under 'body'; set data.text_key to one of: text, year"): next(read_file(tmp_path/"a.jsonl", "body"))
-    with pytest.raises(CramError, match="'year' holds int"): next(read_file(tmp_path/"a.jsonl", "year"))
-    assert len(list(read_file(tmp_path/"a.jsonl"))) == 400
-
-
-def test_empty_documents_are_left_out_and_counted(tmp_path):
-    (tmp_path/"a.jsonl").write_bytes(lines(["", "  \n", "a"]) + b'{"text": null}\n')
-    report = Report()
-    assert list(read_file(tmp_path/"a.jsonl", report=report)) == ["a"] and report.counts["empty"] == 3
-    (tmp_path/"empty.jsonl").write_bytes(b"")
-    (tmp_path/"empty.csv").write_bytes(b"")
-    assert list(read_file(tmp_path/"empty.jsonl")) == []
-    with pytest.raises(CramError, match="empty.csv"): list(read_file(tmp_path/"empty.csv"))
-
-
-def test_bytes_that_are_no_characters_are_replaced_and_counted(tmp_path):
-    (tmp_path/"a.txt").write_bytes(b"caf\xe9 and \xff\xfe end \xef\xbf\xbd" + b" word"*100)
-    report = Report()
-    (text,) = read_file(tmp_path/"a.txt", report=report)
-    assert text.startswith("caf\ufffd and \ufffd\ufffd end \ufffd word") and report.counts["not_utf8"] == 3 and "caf" in report.examples["not_utf8"][0]
-
-
-def test_nul_bytes_are_removed_and_counted(tmp_path):
-    (tmp_path/"a.txt").write_bytes(b"one\0two \0\0three" + b" word"*1000)
-    (tmp_path/"b.jsonl").write_bytes(b'{"text": "raw\0 nul and \\u0000 written, \\ud800 half a pair"}\n')
-    report = Report()
-    found = texts_of(Data(source="files", files=str(tmp_path), heldout=0.0), report)
-    assert found[0].startswith("onetwo three") and found[1] == "raw nul and  written, ? half a pair"
-    assert report.counts["nul_bytes"] == 5 and report.counts["half_surrogates"] == 1
-    assert "\0" not in "".join(found)
-
-
-@pytest.mark.parametrize("name, content, told", [
-    ("photo.txt", bytes(range(256))*40, "not text in UTF-8"), ("latin.txt", ("Grüße aus Köln, für Ärzte und Bürger. "*100).encode("latin1"), "iconv"),
-    ("wide.txt", "some text".encode("utf-16"), "UTF-16"), ("archive.jsonl", bz2.compress(random.Random(0).randbytes(3000)), "not text in UTF-8"),
-    ("cut.jsonl.gz", gzip.compress(lines(DOCS)*99)[:-20], "damaged or cut short"), ("cut.jsonl.zst", zstandard.compress(lines(DOCS)*99)[:-20], "damaged or cut short"),
-    ("no.parquet", b"PAR1 but no table", "damaged or cut short"), ("bad.csv", b"id,text\n1,\"open" + b"\n2,b"*10, None)])
-def test_a_file_that_is_no_text_is_named(name, content, told, tmp_path):
-    (tmp_path/name).write_bytes(content)
-    if told is None: assert len(list(read_file(tmp_path/name))) == 1; return     # an open quotation mark takes the rest of the table along
-    with pytest.raises(CramError, match=told) as error: list(read_file(tmp_path/name))
-    assert name in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_file_one_may_not_read_is_named(tmp_path, monkeypatch):
-    from pathlib import Path
-    (tmp_path/"secret.txt").write_text("words")
-    def refuse(self, *_, **__): raise PermissionError(13, "Permission denied")
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(CramError, match="secret.txt cannot be read: permission denied"): list(read_file(tmp_path/"secret.txt"))
-
-
-def test_a_document_of_100_megabytes_is_split_between_paragraphs(tmp_path):
-    import tracemalloc
-    paragraph = "The ferry costs a coin, and nobody minds but the moles. "*20
-    (tmp_path/"huge.jsonl").write_bytes(lines(["\n\n".join([paragraph]*90_000), "small"]))
-    assert (tmp_path/"huge.jsonl").stat().st_size > 100e6
-    report, sizes, ends = Report(), [], set()
-    tracemalloc.start()
-    for text, _ in documents(Data(source="files", files=str(tmp_path), heldout=0.5), report): sizes.append(len(text)); ends.add(text[-1])
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert max(sizes) <= LONGEST and sizes[-1] == 5 and report.counts["long_documents_split"] == 1 and ends <= {".", "l"}
-    assert sum(sizes) >= 90_000*(len(paragraph)-1) and peak < 700e6
-
-
-@pytest.mark.parametrize("mark", ["\n\n", "\n", ". ", " ", ""])
-def test_splitting_loses_nothing_but_blanks(mark):
-    text = mark.join("abcdefg%d" % i for i in range(400))
-    pieces = list(split_long(text, 100))
-    squeeze = lambda t: "".join(t.split())
-    assert squeeze("".join(pieces)) == squeeze(text) and max(map(len, pieces)) <= 100
-    assert list(split_long("short", 100)) == ["short"]
-
-
-def test_counts_reach_the_report(tmp_path):
-    (tmp_path/"a.jsonl").write_bytes(lines(DOCS))
-    report = Report()
-    found = texts_of(Data(source="files", files=str(tmp_path)), report)
-    assert report.sources == {"files": measure(found)} and measure(found)["bytes"] > measure(found)["characters"]
-    assert json.loads(json.dumps(report.as_dict()))["sources"]["files"]["documents"] == 4
-
-
-# --- mixes
-
-@pytest.fixture
-def three(tmp_path):
-    rng = random.Random(0)
-    for name, n in (("a", 300), ("b", 100), ("c", 400)):
-        (tmp_path/f"{name}.jsonl").write_bytes(lines([name + " word"*rng.randrange(5, 60) for _ in range(n)]))
-    return lambda *weights, **more: Data(source="mix", mix=",".join(f"{tmp_path}/{n}.jsonl:{w}" for n, w in zip("abc", weights)), **more)
-
-
-def test_a_mix_keeps_to_its_weights_and_loses_nothing(three):
-    report = Report()
-    found = texts_of(three(3, 1, 2), report)
-    early = measure_by_letter(found[:150])
-    total = sum(early.values())
-    assert abs(early["a"]/total - 3/6) < 0.02 and abs(early["b"]/total - 1/6) < 0.02
-    assert len(found) == 800 and found == texts_of(three(3, 1, 2)), "all documents, and the same order each time"
-    assert sum(s["documents"] for s in report.sources.values()) == 800 and len(report.sources) == 3
-    assert found != texts_of(three(1, 1, 1))
-
-
-def measure_by_letter(texts):
-    out = dict.fromkeys("abc", 0)
-    for t in texts: out[t[0]] += len(t)
-    return out
-
-
-def test_a_mix_stops_at_the_limits_and_marks_heldout_text(three):
-    assert len(texts_of(three(1, 1, 1, max_documents=50))) == 50
-    marks = dict(documents(three(1, 1, 1, heldout=0.3)))
-    assert marks == dict(documents(three(5, 1, 1, heldout=0.3))) and 0.2 < sum(marks.values())/len(marks) < 0.4
-
-
-def test_interleaving_takes_what_is_furthest_behind():
-    turns = [n for n, _ in interleave({"x": iter([("ab", 0)]*3), "y": iter([("abcd", 0)]*2), "z": iter([])}, {"x": 1.0, "y": 1.0, "z": 9.0})]
-    assert turns == ["x", "y", "x", "x", "y"]
-
-
-@pytest.mark.parametrize("mix, told", [("", "empty"), ("wikipedia", "NAME:WEIGHT"), ("wikipedia:0", "above zero"), ("wikipedia:-1", "NAME:WEIGHT"), ("wikpedia:1", "'wikipedia'"),
-                                       ("bookcorpus-wikipedia:1", "is a mix itself"), ("wikipedia:1,wikipedia:2", "twice"), ("oscar:1", "fineweb-edu")])
-def test_a_mistake_in_a_mix_is_told(mix, told):
-    with pytest.raises(CramError, match=told): mix_parts(Data(source="mix", mix=mix))
-
-
-def test_a_mix_reads_where_its_parts_come_from_and_cleans_as_it_is_told(tmp_path, monkeypatch):
-    data = compose(["data=mix", "data.mix=bookcorpus:1,files:2.5", f"data.files={tmp_path}", "data.trash_cutoff=0.3"]).data
-    (_, one, books), (_, two, files) = mix_parts(data)
-    assert (one, two) == (1.0, 2.5) and books.join_rows == 16 and books.hub_path == "bookcorpus/bookcorpus" and books.trash_cutoff == 0.3
-    assert files.source == "files" and files.files == str(tmp_path)
-    with pytest.raises(CramError, match="add data=mix"): compose(["data=docstrings", "data.mix=wikipedia:1"])
-    monkeypatch.setenv("CRAMNB_DATA", str(tmp_path))
-    assert compose(["data=mix", "data.mix=wikipedia:1,files:1"]).data.files == str(tmp_path/"text")
-    (tmp_path/"text").mkdir()
-    (tmp_path/"text"/"a.txt").write_text("words")
-    before = source_version(compose(["data=mix", "data.mix=random:1,files:1".replace("random", "sanity-check-1")]).data)
-    (tmp_path/"text"/"a.txt").write_text("more words")
-    assert before != source_version(compose(["data=mix", "data.mix=sanity-check-1:1,files:1"]).data)
-
-
-def test_rows_are_joined_and_the_last_ones_kept():
-    assert list(join_rows("abcdefg", 3)) == ["a b c", "d e f", "g"] and list(join_rows(["a", "b"], 1)) == ["a", "b"]
-
-
-# --- the hub
-
-HUB = {  # name of a preset -> what `load_dataset` is asked for
-    "wikipedia": ("wikimedia/wikipedia", "20231101.en"), "raw-wikipedia-dumps": ("wikimedia/wikipedia", "20231101.en"), "bookcorpus": ("bookcorpus/bookcorpus", "plain_text"),
-    "c4-subset-processed": ("allenai/c4", "en"), "openweb": ("Skylion007/openwebtext", None), "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
-    "the-pile": ("monology/pile-uncopyrighted", None), "the-pile-natural": ("monology/pile-uncopyrighted", None), "the-pile-stream": ("monology/pile-uncopyrighted", None),
-    "the-pile-dedup": ("EleutherAI/the_pile_deduplicated", None), "sanity-check-2": ("fancyzhx/ag_news", None)}
-
-
-@pytest.mark.parametrize("name", HUB)
-def test_each_hub_preset_asks_for_its_set_as_a_stream(name, monkeypatch):
-    asked = []
-    def load_dataset(path, name=None, **more):
-        asked.append((path, name, more))
-        return [{"text": f"sentence {i} .", "meta": {"pile_set_name": s}} for i, s in enumerate(itertools.islice(itertools.cycle(["Pile-CC", "Gutenberg (PG-19)", "Wikipedia (en)"]), 60))]
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    report = Report()
-    found = texts_of(preset("data", name), report)
-    assert asked == [(*HUB[name], dict(split="train", streaming=True, revision=None))]
-    assert len(found) == {"bookcorpus": 4, "the-pile-natural": 40}.get(name, 60)
-    if name == "bookcorpus": assert found[0].count("sentence") == 16 and found[-1].count("sentence") == 12
-    if name == "the-pile-natural": assert report.counts["rows_left_out"] == 20
-
-
-def test_every_hub_preset_is_known_to_this_test():
-    assert {n for n, p in PRESETS["data"].items() if p.get("source") == "hub" and "readymade" not in n} <= set(HUB)
-    for name in RETIRED:
-        with pytest.raises(CramError, match="cannot be read any more"): preset("data", name)
-
-
-def test_the_mixed_preset_reads_both_its_sets(monkeypatch):
-    monkeypatch.setattr("datasets.load_dataset", lambda path, name=None, **_: [{"text": path + " word"*20}]*64)
-    report = Report()
-    found = texts_of(preset("data", "bookcorpus-wikipedia"), report)
-    assert report.sources["wikipedia"]["documents"] == 64 and report.sources["bookcorpus"]["documents"] == 4 and len(found) == 68
-
-
-def hub_folder(folder, config, docs):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    (folder/config/"train").mkdir(parents=True)
-    for k in range(2): pq.write_table(pa.table({"id": list(range(len(docs[k::2]))), "text": docs[k::2]}), folder/config/"train"/f"{k:04d}.parquet")
-    return docs[::2] + docs[1::2]
-
-
-def test_a_set_that_is_a_script_is_read_from_the_hubs_own_conversion(tmp_path, monkeypatch):
-    import datasets
-    expected, real = hub_folder(tmp_path/"export", "plain_text", [f"text {i}" for i in range(9)]), datasets.load_dataset
-    def load_dataset(path, name=None, revision=None, **more):
-        if revision != "refs/convert/parquet": raise RuntimeError("Dataset scripts are no longer supported, but found bookcorpus.py")
-        return real(str(tmp_path/"export"), name, **more)
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    report = Report()
-    assert list(read_hub(Data(hub_path="bookcorpus/bookcorpus", hub_name="plain_text"), report)) == expected
-    assert report.counts["hub_conversion"] == 1
-
-
-def test_local_folders_in_the_hubs_layout_stream(tmp_path):
-    (tmp_path/"wiki").mkdir()
-    expected = hub_folder(tmp_path/"wiki", "20231101.en", [f"text {i}" for i in range(9)])
-    (tmp_path/"wiki"/"README.md").write_text("---\nconfigs:\n- config_name: 20231101.en\n  data_files:\n  - split: train\n    path: 20231101.en/train/*\n---\n")
-    data = Data(source="hub", hub_path=str(tmp_path/"wiki"), hub_name="20231101.en", heldout=0.0)
-    assert texts_of(data) == expected
-    before = source_version(data)
-    (tmp_path/"wiki"/"README.md").write_text("")
-    assert source_version(data) != before
-    (tmp_path/"pile"/"train").mkdir(parents=True)
-    records = [{"text": f"text {i}", "meta": {"pile_set_name": s}} for i, s in enumerate(["Pile-CC", "Wikipedia (en)"]*5)]
-    (tmp_path/"pile"/"train"/"00.jsonl.zst").write_bytes(zstandard.compress("".join(json.dumps(r) + "\n" for r in records).encode()))
-    natural = preset("data", "the-pile-natural")
-    natural.hub_path = str(tmp_path/"pile")
-    assert list(read_hub(natural)) == [r["text"] for r in records[1::2]]
-    with pytest.raises(CramError, match="no text under 'body'; set data.text_key to one of: text, meta"): next(read_hub(Data(hub_path=str(tmp_path/"pile"), text_key="body")))
-    with pytest.raises(CramError, match="has no 'meta.name', only: pile_set_name"): next(read_hub(Data(hub_path=str(tmp_path/"pile"), keep_rows="meta.name=a")))
-
-
-@pytest.mark.parametrize("name, place", [("wikipedia", "20231101.en/train-00000-of-00001"), ("openweb", "plain_text/train-00000-of-00080"), ("fineweb-edu", "sample/10BT/000_00000"), ("bookcorpus", "plain_text/train/0000")])
-def test_a_copy_of_the_hubs_folders_streams_without_its_readme(name, place, tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    for where, words in ((place, "wanted"), ("20231101.de/train-00000-of-00001", "other"), ("data/CC-MAIN/train-00000-of-00001", "other")) if name != "openweb" else ((place, "wanted"),):
-        (tmp_path/f"{where}.parquet").parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table({"text": [f"{words} {i}" for i in range(3)]}), tmp_path/f"{where}.parquet")
-    data = replace(preset("data", name), hub_path=str(tmp_path), join_rows=1)
-    assert list(read_hub(data)) == ["wanted 0", "wanted 1", "wanted 2"]
-    if data.hub_name:
-        with pytest.raises(CramError, match="'nowhere' not found"): list(read_hub(replace(data, hub_name="nowhere")))
-
-
-def test_files_are_named_as_text_or_as_paths(tmp_path):
-    path = tmp_path/"one, two.txt"
-    path.write_text("some text")
-    assert find_files(path) == find_files(str(path)) == [path] and list(read_file(str(path))) == list(read_file(path)) == ["some text"]
-
-
-def test_records_that_are_no_records_are_named_as_such(tmp_path):
-    path = tmp_path/"a.jsonl"
-    for content in ('"a"\n"b"\n', '["a", "b"]'):
-        path.write_text(content)
-        with pytest.raises(CramError, match="a text instead of an object with keys"): list(read_file(path))
-    path = tmp_path/"a.csv"
-    path.write_text("id,text\n1,hello, world\n2,fine\n")
-    with pytest.raises(CramError, match="line 2: more columns than the header"): list(read_file(path))
-    report = Report()
-    assert list(read_file(path, max_bad_lines=.5, report=report)) == ["fine"] and report.counts["bad_lines"] == 1
-
-
-def test_without_a_network_the_way_out_is_named(monkeypatch):
-    def offline(*_, **__): raise ConnectionError("Couldn't reach 'wikimedia/wikipedia' on the Hub (LocalEntryNotFoundError)")
-    monkeypatch.setattr("datasets.load_dataset", offline)
-    with pytest.raises(CramError, match="(?s)Couldn't reach.*data=files data.files=FOLDER.*CRAMNB_DATA") as error: texts_of(preset("data", "wikipedia"))
-    assert "\n" not in str(error.value)
-    def breaks():
-        yield {"text": "one"}
-        raise OSError("connection reset")
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: breaks())
-    with pytest.raises(ConnectionError, match="ended after 1 records: connection reset. The same command"): texts_of(preset("data", "wikipedia"))
-
-
-# --- cleaning
-
-@pytest.mark.parametrize("text, expected", [("Café  ``x``", 'cafe "x"'), ("naïve — test", "naive test"), ("a\tb ''c''", 'a\tb "c"'), ("ÀÉ  Ü — ß", "ae u "), ("", ""), ("日本", "")])
+from cramnb import corpus
+from cramnb.corpus import fold, lost_characters, normalizer
+from cramnb.files import read_file
+from cramnb.options import Data
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("Café  ``x``", 'cafe "x"'),
+        ("naïve — test", "naive test"),
+        ("a\tb ''c''", 'a\tb "c"'),
+        ("ÀÉ  Ü — ß", "ae u "),
+        ("", ""),
+        ("日本", ""),
+    ],
+)
 def test_normaliser_is_the_original_with_its_double_space_mended(text, expected):
     assert normalizer(Data()).normalize_str(text) == expected
 
@@ -372,103 +32,111 @@ def test_normaliser_is_the_original_with_its_double_space_mended(text, expected)
 def test_each_rule_of_the_normaliser_can_be_switched_off():
     clean = lambda **options: normalizer(Data(**options)).normalize_str("Grüße, Αθήνα ﬁ")
     assert clean(lowercase=False) == "Grue, "
-    assert clean(ascii_only=False) == "gruße, αθηνα ﬁ" and clean(ascii_only=False, strip_accents=False) == "grüße, αθήνα fi"
+    assert (
+        clean(ascii_only=False) == "gruße, αθηνα ﬁ"
+        and clean(ascii_only=False, strip_accents=False) == "grüße, αθήνα fi"
+    )
     assert clean(ascii_only=False, strip_accents=False, lowercase=False) == "Grüße, Αθήνα fi"
 
 
-def test_the_filter_remembers_all_and_claims_little():
-    seen, rng = Seen(megabytes=1), np.random.default_rng(0)
-    first, other = rng.integers(0, 2**63, 20_000).astype(np.uint64), rng.integers(0, 2**63, 20_000).astype(np.uint64)
-    assert not seen.add(first).any() and seen.known(first).all() and seen.add(first).all()
-    assert seen.known(other).mean() < 0.001
-    keys = np.array([5, 6, 5, 7, 6], np.uint64)
-    assert Seen(megabytes=1).add(keys).tolist() == [False, False, True, False, True]
+# --- own text keeps its words
 
 
-def test_signatures_estimate_what_two_texts_share():
-    rng = random.Random(0)
-    words = [f"w{rng.randrange(5000)}" for _ in range(2000)]
-    for share in (0.0, 0.3, 0.7, 1.0):
-        other = words[:int(2000*share)] + [f"v{rng.randrange(5000)}" for _ in range(2000 - int(2000*share))]
-        a, b = (set(shingles(" ".join(w)).tolist()) for w in (words, other))
-        exact = len(a & b)/len(a | b)
-        assert abs((signatures([" ".join(words)]) == signatures([" ".join(other)])).mean() - exact) < 0.13
-    by_words = {tuple(words[k:k+5]) for k in range(len(words)-4)}
-    assert len(a) == len(by_words)
-    assert len(shingles("")) == len(shingles("...")) == 1 and len(shingles("One, two.")) == 1 and (shingles("one TWO") == shingles("One, two.")).all()
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("word—another", "word-another"),
+        ("it doesn’t — „so“ «there» …", "it doesn't - \"so\" \"there\" ..."),
+        ("straße, GROẞ, ﬁnal, Œuvre, smørrebrød", "strasse, gross, final, oeuvre, smorrebrod"),
+        ("Łódź, Đà Nẵng, Þór, ½ kg, a\u00a0b", "lodz, da nang, thor, 1/2 kg, a b"),
+        ("日本 🙂", " "),
+    ],
+)
+def test_own_text_is_folded_before_anything_is_dropped(text, expected):
+    assert normalizer(Data(fold_punctuation=True)).normalize_str(text) == expected
 
 
-def test_near_duplicates_are_found_across_shards_and_strangers_are_kept():
-    rng = random.Random(1)
-    docs = [" ".join(f"w{rng.randrange(3000)}" for _ in range(300)) for _ in range(300)]
-    def changed(text, n):
-        words = text.split()
-        for i in rng.sample(range(len(words)), n): words[i] = "changed"
-        return " ".join(words)
-    near = NearDuplicates(0.8, megabytes=4)
-    assert not near.add(docs).any(), "strangers are kept"
-    assert near.known([changed(t, 2) for t in docs]).mean() > 0.95
-    assert near.known([changed(t, 40) for t in docs]).mean() < 0.05
-    assert near.add([docs[3], "new " + docs[4].replace("w1", "x"), docs[3]])[[0, 2]].all() and near.add([]).tolist() == []
+def test_faithful_presets_do_not_fold():
+    clean = normalizer(Data()).normalize_str
+    assert clean("word—another, don’t, straße") == "wordanother, dont, strae"
 
 
-def test_paragraphs_of_earlier_shards_are_cut_and_shorter_ones_stay():
-    notice, short = "This page may be copied as long as this notice stays with it and nobody is charged for it. "*2, "Yours truly"
-    look = Paragraphs(100, megabytes=1)
-    first = [f"One.\n{notice}\n{short}", "Two."]
-    assert look.cut(first) == first
-    look.add(first)
-    assert look.cut([f"Three.\n{notice}\nfour\n{short}", "Two."]) == [f"Three.\nfour\n{short}", "Two."]
-    assert look.cut([notice]) == [""]
+def test_folding_is_the_same_in_python_and_in_the_tokenizer():
+    signs = "".join(chr(i) for i in range(0xA0, 0x2100) if chr(i).isprintable())
+    plain, folded = Data(), Data(fold_punctuation=True)
+    by_hand = fold(unicodedata.normalize("NFKD", signs)).replace("''", '"').lower()
+    by_hand = "".join(c for c in by_hand if c.isascii())
+    squeeze = lambda t: "".join(t.split())
+    assert squeeze(normalizer(folded).normalize_str(signs)) == squeeze(by_hand)
+    assert fold("plain ASCII, `kept' as it is") == "plain ASCII, `kept' as it is"
+    assert len(lost_characters(signs, folded)) < len(lost_characters(signs, plain))
 
 
-def test_examples_show_what_each_step_took():
-    span = "the quick brown fox jumps over the lazy dog and then it goes on and on until one hundred bytes are full."
-    letter = " ".join(f"word{i}" for i in range(100))
-    raw = [f"{letter[:200]} {span} end", f"{letter[:-300:-1]} {span} stop", "x9 q7 z3", letter.upper(), letter.replace("word50", "other") + " and more"]
-    data = Data(deduplicate=True, trash_cutoff=0.4, near_duplicates=0.7)
-    unique = deduplicate(raw[:4], 100)
-    took = dropped_examples(data, raw, unique, [u for u in unique if u != "x9 q7 z3"])
-    assert took["near-duplicates"] == [raw[4][:200]] and took["repeats"][0].startswith(span[:50]) and took["quality filter"] == ["x9 q7 z3"]
-    assert dropped_examples(Data(), raw, raw, raw) == {}
+def test_what_the_normaliser_deletes_is_named():
+    assert lost_characters("café — naïve 日本", Data()) == "—日本"
+    assert lost_characters("café — naïve 日本", Data(fold_punctuation=True)) == "日本"
+    assert lost_characters("café — 日本", Data(ascii_only=False)) == ""
+    assert lost_characters("cafe\u0301", Data()) == "", "an accent is taken off, not lost"
+
+
+# --- the built-in corpus
+
+
+def test_only_the_standard_library_and_a_fixed_list_are_read():
+    site = Path(sysconfig.get_paths()["purelib"])
+    inside = {p.relative_to(site).parts[0] for p in corpus.python_files() if site in p.parents}
+    assert inside <= set(corpus.PACKAGES) and {"numpy", "torch", "transformers"} <= inside
+
+
+def test_a_document_says_itself_on_which_side_it_falls():
+    assert corpus.checksum("123456789") == 0xCBF43926, "the check value of CRC-32"
+    texts = [f"document {k}" for k in range(2000)]
+    held = [t for t in texts if corpus.is_heldout(t, 0.1)]
+    assert 150 < len(held) < 250 and not any(corpus.is_heldout(t, 0.0) for t in texts)
 
 
 # --- through the whole build
 
+
 def test_the_card_tells_what_was_met_and_what_was_dropped(tmp_path, texts):
-    from cramnb.packing import prepare_corpus
+    from cramnb.store import prepare_corpus
+
     docs = list(read_file(texts))[:600]
     rng = random.Random(0)
     retold = [d.replace(" the ", " THE ", 1) + " Again." for d in docs[:40] if len(d) > 600]
     junk = ["".join(rng.choice("0123456789abcdef") for _ in range(300)) for _ in range(20)]
-    (tmp_path/"a.jsonl").write_bytes(lines(docs + retold + junk + [""]) + b"torn\n")
-    data = Data(source="files", files=str(tmp_path/"a.jsonl"), vocab_size=1000, seq_length=64, heldout=0.1, deduplicate=True, trash_cutoff=0.5, near_duplicates=0.8)
-    corpus, _ = prepare_corpus(data, tmp_path/"store")
-    count, card = corpus.card["counts"], (corpus.folder/"README.md").read_text(encoding="utf-8")
-    assert count["reading"]["counts"] == {"bad_lines": 1, "empty": 1} and count["reading"]["sources"]["files"]["documents"] == count["documents"]
-    assert len(retold) > 3 and set(count["dropped"]) == {"near-duplicates", "repeats", "quality filter"} and all(count["dropped"].values())
-    assert any(d.endswith("Again.") or d[:100] in t for d in retold for t in count["dropped"]["near-duplicates"])
-    assert "- bad lines: 1" in card and "Dropped by near-duplicates:" in card and "Dropped by quality filter:" in card
-    kept = " ".join(corpus.heldout_documents())
+    records = "".join(json.dumps({"text": d}) + "\n" for d in docs + retold + junk + [""])
+    (tmp_path / "a.jsonl").write_text(records + "torn\n")
+    data = Data(
+        source="files",
+        files=str(tmp_path / "a.jsonl"),
+        vocab_size=1000,
+        seq_length=64,
+        heldout=0.1,
+        deduplicate=True,
+        trash_cutoff=0.5,
+        near_duplicates=0.8,
+    )
+    built, _ = prepare_corpus(data, tmp_path / "store")
+    count, card = built.card["counts"], (built.folder / "README.md").read_text(encoding="utf-8")
+    assert (
+        count["reading"]["counts"] == {"bad_lines": 1, "empty": 1}
+        and count["reading"]["sources"]["files"]["documents"] == count["documents"]
+    )
+    assert (
+        len(retold) > 3
+        and set(count["dropped"]) == {"near-duplicates", "repeats", "quality filter"}
+        and all(count["dropped"].values())
+    )
+    assert any(
+        d.endswith("Again.") or d[:100] in t
+        for d in retold
+        for t in count["dropped"]["near-duplicates"]
+    )
+    assert (
+        "- bad lines: 1" in card
+        and "Dropped by near-duplicates:" in card
+        and "Dropped by quality filter:" in card
+    )
+    kept = " ".join(built.heldout_documents())
     assert not any(j in kept for j in junk) and count["clean"]["characters"] > 0
-
-
-def test_shards_share_what_they_have_seen(tmp_path, texts, monkeypatch):
-    from cramnb import packing
-    notice = "This page may be copied as long as this notice stays with it and nobody is charged for reading or copying it at all."
-    docs = [d + "\n" + notice for d in list(read_file(texts))[:300]]
-    (tmp_path/"a.jsonl").write_bytes(lines(docs + [docs[0] + " Seen before."]))
-    real = packing.read_stage
-    monkeypatch.setattr(packing, "read_stage", lambda data, folder, progress: real(data, folder, progress, shard_bytes=30_000))
-    data = Data(source="files", files=str(tmp_path/"a.jsonl"), vocab_size=1000, seq_length=64, heldout=0.05, deduplicate=True, near_duplicates=0.9)
-    build = tmp_path/"build"
-    packing.read_stage(data, build, print)
-    alone = packing.Helpers(data, build, 0)      # no processes: this one does the work
-    clean = packing.clean_stage(data, build, alone, lambda *_: None)
-    unique = packing.Shards(build/"distinct")
-    assert len(unique) > 3 and sum(t.count(notice) for t in unique) == 1 and not any("Seen before" in t for t in unique)
-    before = [unique[n] for n in range(len(unique))]
-    for n in range(2, len(before)): unique.path(n).unlink()      # as if the build had been killed after two shards
-    for task in ("words", "keep"): shutil.rmtree(build/task)
-    (build/"heldout.json").unlink()
-    assert packing.clean_stage(data, build, alone, lambda *_: None) == clean and [unique[n] for n in range(len(before))] == before

@@ -1,0 +1,815 @@
+"""Every kind of file and source, every kind of damage, and what is held out."""
+
+import bz2
+import csv
+import gzip
+import itertools
+import json
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from cramnb.core import CramError
+from cramnb.files import Report, choose_files, find_files, read_file
+from cramnb.options import Data
+from cramnb.presets import PRESETS, PROVENANCE
+from cramnb.names import RETIRED
+from cramnb.recipe import compose, preset
+from cramnb.sources import LEAST, LONGEST, documents, hold_out, interleave, join_rows, mix_parts
+from cramnb.sources import read_hub, source_version, split_files, split_long
+
+DOCS = [
+    "A first text, with \u2028 inside.",
+    "Zweiter Text: Grüße.",
+    "third\nwith a second line",
+    'a "quoted" one, with commas',
+]
+
+
+def lines(docs, **more) -> bytes:
+    return "".join(
+        json.dumps({"text": d, **more}, ensure_ascii=False) + "\n" for d in docs
+    ).encode()
+
+
+def texts_of(data: Data, report: Report | None = None) -> list[str]:
+    return [t for t, _ in documents(data, report)]
+
+
+# --- files
+
+
+def table(docs, sep) -> bytes:
+    return (
+        "id"
+        + sep
+        + "text\n"
+        + "".join(f'{i}{sep}"' + d.replace('"', '""') + '"\n' for i, d in enumerate(docs))
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.jsonl", lines(DOCS)),
+        ("a.json", lines(DOCS)),
+        ("list.json", json.dumps([{"text": d} for d in DOCS], indent=1).encode()),
+        ("a.jsonl.gz", gzip.compress(lines(DOCS))),
+        ("renamed.jsonl", gzip.compress(lines(DOCS))),
+        ("unpacked.jsonl.gz", lines(DOCS)),
+        ("a.jsonl.zst", zstandard.compress(lines(DOCS))),
+        (
+            "frames.jsonl.zst",
+            zstandard.compress(lines(DOCS[:2])) + zstandard.compress(lines(DOCS[2:])),
+        ),
+        ("a.csv", table(DOCS, ",")),
+        ("a.tsv", table(DOCS, "\t")),
+        ("a.csv.gz", gzip.compress(table(DOCS, ","))),
+        ("bom.jsonl", b"\xef\xbb\xbf" + lines(DOCS)),
+        ("bom.csv", b"\xef\xbb\xbf" + table(DOCS, ",").replace(b"id,", b"nr,", 1)),
+        ("crlf.jsonl", lines(DOCS).replace(b"\n", b"\r\n")),
+    ],
+)
+def test_every_kind_of_file_gives_the_same_documents(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    assert list(read_file(tmp_path / name)) == DOCS
+
+
+def test_parquet_reads_the_wanted_columns_only(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(
+        pa.table({"text": DOCS, "meta": [{"set": s} for s in "abab"], "junk": [b"\xff"] * 4}),
+        tmp_path / "a.parquet",
+    )
+    assert list(read_file(tmp_path / "a.parquet")) == DOCS
+    assert list(read_file(tmp_path / "a.parquet", keep_rows="meta.set=b")) == DOCS[1::2]
+    with pytest.raises(CramError, match="data.text_key to one of: text, meta, junk"):
+        list(read_file(tmp_path / "a.parquet", "body"))
+
+
+def test_plain_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
+    rng = random.Random(0)
+    paragraphs = [
+        " ".join("word%d" % rng.randrange(50) for _ in range(rng.randrange(1, 80)))
+        for _ in range(200)
+    ]
+    for newline in ("\n", "\r\n"):
+        (tmp_path / "book.txt").write_bytes((newline * 2).join(paragraphs).encode())
+        docs = list(read_file(tmp_path / "book.txt"))
+        assert "\n\n".join(docs) == "\n\n".join(paragraphs) and len(docs) > 5
+
+
+def test_folders_globs_and_lists_of_them(tmp_path):
+    for name in ("b/x.txt", "a.jsonl.zst", "c.md", ".hidden/y.txt", "b/.z.txt", "picture.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    names = lambda spec: [p.name for p in find_files(spec)]
+    assert names(str(tmp_path)) == ["a.jsonl.zst", "x.txt", "c.md"]
+    assert names(f"{tmp_path}/*.md, {tmp_path}/b") == ["c.md", "x.txt"]
+    assert names(str(tmp_path / "**" / "*.txt")) == ["x.txt"]
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "p.png").write_bytes(b"x")
+    with pytest.raises(CramError, match="names no text"):
+        find_files(str(tmp_path / "only"))
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        find_files(str(tmp_path / "nowhere"))
+
+
+# --- damage
+
+
+def test_bad_lines_are_counted_and_skipped_up_to_the_stated_share(tmp_path):
+    good = [f"text {i}" for i in range(500)]
+    damaged = (
+        lines(good[:250])
+        + b'{"text": "torn\n'
+        + b'{"other": 1}\n'
+        + b'["a"]\n'
+        + b'{"text": 7}\n'
+        + lines(good[250:])
+    )
+    (tmp_path / "a.jsonl").write_bytes(damaged)
+    report = Report()
+    assert list(read_file(tmp_path / "a.jsonl", report=report)) == good
+    assert (
+        report.counts["bad_lines"] == 4
+        and "a.jsonl, line 251: not JSON" in report.examples["bad_lines"][0]
+    )
+    with pytest.raises(
+        CramError,
+        match=r"a\.jsonl, line 251: not JSON .*4 of 504 lines are damaged; data.max_bad_lines=0",
+    ):
+        list(read_file(tmp_path / "a.jsonl", max_bad_lines=0.005))
+    with pytest.raises(CramError, match="line 251"):
+        list(read_file(tmp_path / "a.jsonl", max_bad_lines=0.0))
+
+
+def test_a_file_of_damage_ends_early(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(["good"]) + b"nonsense\n" * 1_000_000)
+    report = Report()
+    with pytest.raises(CramError, match="line 2: not JSON"):
+        list(read_file(tmp_path / "a.jsonl", report=report))
+    assert report.counts["bad_lines"] < 20
+
+
+def test_a_wrong_key_is_a_mistake_and_a_missing_one_is_damage(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(DOCS, year=1913) * 100 + b'{"year": 1}\n')
+    with pytest.raises(
+        CramError, match="line 1: no text under 'body'; set data.text_key to one of: text, year"
+    ):
+        next(read_file(tmp_path / "a.jsonl", "body"))
+    with pytest.raises(CramError, match="'year' holds int"):
+        next(read_file(tmp_path / "a.jsonl", "year"))
+    assert len(list(read_file(tmp_path / "a.jsonl"))) == 400
+
+
+def test_empty_documents_are_left_out_and_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(["", "  \n", "a"]) + b'{"text": null}\n')
+    report = Report()
+    assert (
+        list(read_file(tmp_path / "a.jsonl", report=report)) == ["a"]
+        and report.counts["empty"] == 3
+    )
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    (tmp_path / "empty.csv").write_bytes(b"")
+    assert list(read_file(tmp_path / "empty.jsonl")) == []
+    with pytest.raises(CramError, match="empty.csv"):
+        list(read_file(tmp_path / "empty.csv"))
+
+
+def test_bytes_that_are_no_characters_are_replaced_and_counted(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 and \xff\xfe end \xef\xbf\xbd" + b" word" * 100)
+    report = Report()
+    (text,) = read_file(tmp_path / "a.txt", report=report)
+    assert (
+        text.startswith("caf\ufffd and \ufffd\ufffd end \ufffd word")
+        and report.counts["not_utf8"] == 3
+        and "caf" in report.examples["not_utf8"][0]
+    )
+
+
+def test_nul_bytes_are_removed_and_counted(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\0two \0\0three" + b" word" * 1000)
+    (tmp_path / "b.jsonl").write_bytes(
+        b'{"text": "raw\0 nul and \\u0000 written, \\ud800 half a pair"}\n'
+    )
+    report = Report()
+    found = texts_of(Data(source="files", files=str(tmp_path), heldout=0.0), report)
+    assert found[0].startswith("onetwo three") and found[1] == "raw nul and  written, ? half a pair"
+    assert report.counts["nul_bytes"] == 5 and report.counts["half_surrogates"] == 1
+    assert "\0" not in "".join(found)
+
+
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("photo.txt", bytes(range(256)) * 40, "not text in UTF-8"),
+        ("latin.txt", ("Grüße aus Köln, für Ärzte und Bürger. " * 100).encode("latin1"), "iconv"),
+        ("wide.txt", "some text".encode("utf-16"), "UTF-16"),
+        ("archive.jsonl", bz2.compress(random.Random(0).randbytes(3000)), "not text in UTF-8"),
+        ("cut.jsonl.gz", gzip.compress(lines(DOCS) * 99)[:-20], "damaged or cut short"),
+        ("cut.jsonl.zst", zstandard.compress(lines(DOCS) * 99)[:-20], "damaged or cut short"),
+        ("no.parquet", b"PAR1 but no table", "damaged or cut short"),
+        ("bad.csv", b"id,text\n1,\"open" + b"\n2,b" * 10, None),
+    ],
+)
+def test_a_file_that_is_no_text_is_named(name, content, told, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    if told is None:
+        assert len(list(read_file(tmp_path / name))) == 1
+        return  # an open quotation mark takes the rest of the table along
+    with pytest.raises(CramError, match=told) as error:
+        list(read_file(tmp_path / name))
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_one_may_not_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "secret.txt").write_text("words")
+
+    def refuse(self, *_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CramError, match="secret.txt cannot be read: permission denied"):
+        list(read_file(tmp_path / "secret.txt"))
+
+
+def test_a_document_of_100_megabytes_is_split_between_paragraphs(tmp_path):
+    import tracemalloc
+
+    paragraph = "The ferry costs a coin, and nobody minds but the moles. " * 20
+    (tmp_path / "huge.jsonl").write_bytes(lines(["\n\n".join([paragraph] * 90_000), "small"]))
+    assert (tmp_path / "huge.jsonl").stat().st_size > 100e6
+    report, sizes, ends = Report(), [], set()
+    tracemalloc.start()
+    for text, _ in documents(Data(source="files", files=str(tmp_path), heldout=0.02), report):
+        sizes.append(len(text))
+        ends.add(text[-1])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (
+        max(sizes) <= LONGEST
+        and sizes[-1] == 5
+        and report.counts["long_documents_split"] == 1
+        and ends <= {".", "l"}
+    )
+    assert sum(sizes) >= 90_000 * (len(paragraph) - 1) and peak < 700e6
+
+
+@pytest.mark.parametrize("mark", ["\n\n", "\n", ". ", " ", ""])
+def test_splitting_loses_nothing_but_blanks(mark):
+    text = mark.join("abcdefg%d" % i for i in range(400))
+    pieces = list(split_long(text, 100))
+    squeeze = lambda t: "".join(t.split())
+    assert squeeze("".join(pieces)) == squeeze(text) and max(map(len, pieces)) <= 100
+    assert list(split_long("short", 100)) == ["short"]
+
+
+def test_counts_reach_the_report(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(DOCS))
+    report = Report()
+    found = texts_of(Data(source="files", files=str(tmp_path)), report)
+    sizes = sum(map(len, found)), sum(len(t.encode()) for t in found)
+    assert report.sources == {"files": dict(documents=4, characters=sizes[0], bytes=sizes[1])}
+    assert sizes[1] > sizes[0]
+    assert json.loads(json.dumps(report.as_dict()))["sources"]["files"]["documents"] == 4
+
+
+# --- mixes
+
+
+@pytest.fixture
+def three(tmp_path):
+    rng = random.Random(0)
+    for name, n in (("a", 300), ("b", 100), ("c", 400)):
+        (tmp_path / f"{name}.jsonl").write_bytes(
+            lines([name + " word" * rng.randrange(5, 60) for _ in range(n)])
+        )
+    return lambda *weights, **more: Data(
+        source="mix",
+        mix=",".join(f"{tmp_path}/{n}.jsonl:{w}" for n, w in zip("abc", weights)),
+        **more,
+    )
+
+
+def test_a_mix_keeps_to_its_weights_and_loses_nothing(three):
+    report = Report()
+    found = texts_of(three(3, 1, 2), report)
+    early = measure_by_letter(found[:150])
+    total = sum(early.values())
+    assert abs(early["a"] / total - 3 / 6) < 0.02 and abs(early["b"] / total - 1 / 6) < 0.02
+    assert len(found) == 800 and found == texts_of(three(3, 1, 2)), (
+        "all documents, and the same order each time"
+    )
+    assert sum(s["documents"] for s in report.sources.values()) == 800 and len(report.sources) == 3
+    assert found != texts_of(three(1, 1, 1))
+
+
+def measure_by_letter(texts):
+    out = dict.fromkeys("abc", 0)
+    for t in texts:
+        out[t[0]] += len(t)
+    return out
+
+
+def test_a_mix_stops_at_the_limits_and_marks_heldout_text(three):
+    assert len(texts_of(three(1, 1, 1, max_documents=50))) == 50
+    marks = dict(documents(three(1, 1, 1, heldout=0.3)))
+    assert (
+        marks == dict(documents(three(5, 1, 1, heldout=0.3)))
+        and 0.2 < sum(marks.values()) / len(marks) < 0.4
+    )
+
+
+def test_interleaving_takes_what_is_furthest_behind():
+    turns = [
+        n
+        for n, _ in interleave(
+            {"x": iter(["ab"] * 3), "y": iter(["abcd"] * 2), "z": iter([])},
+            {"x": 1.0, "y": 1.0, "z": 9.0},
+        )
+    ]
+    assert turns == ["x", "y", "x", "x", "y"]
+
+
+@pytest.mark.parametrize(
+    "mix, told",
+    [
+        ("", "empty"),
+        ("wikipedia", "NAME:WEIGHT"),
+        ("wikipedia:0", "above zero"),
+        ("wikipedia:-1", "NAME:WEIGHT"),
+        ("wikpedia:1", "'wikipedia'"),
+        ("bookcorpus-wikipedia:1", "is a mix itself"),
+        ("wikipedia:1,wikipedia:2", "twice"),
+        ("oscar:1", "fineweb-edu"),
+    ],
+)
+def test_a_mistake_in_a_mix_is_told(mix, told):
+    with pytest.raises(CramError, match=told):
+        mix_parts(Data(source="mix", mix=mix))
+
+
+def test_a_mix_reads_where_its_parts_come_from_and_cleans_as_it_is_told(tmp_path, monkeypatch):
+    data = compose(
+        [
+            "data=mix",
+            "data.mix=bookcorpus:1,files:2.5",
+            f"data.files={tmp_path}",
+            "data.trash_cutoff=0.3",
+        ]
+    ).data
+    (_, one, books), (_, two, files) = mix_parts(data)
+    assert (
+        (one, two) == (1.0, 2.5)
+        and books.join_rows == 16
+        and books.hub_path == "bookcorpus/bookcorpus"
+        and books.trash_cutoff == 0.3
+    )
+    assert files.source == "files" and files.files == str(tmp_path)
+    with pytest.raises(CramError, match="add data=mix"):
+        compose(["data=docstrings", "data.mix=wikipedia:1"])
+    monkeypatch.setenv("CRAMNB_DATA", str(tmp_path))
+    assert compose(["data=mix", "data.mix=wikipedia:1,files:1"]).data.files == str(
+        tmp_path / "text"
+    )
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("words")
+    before = source_version(
+        compose(["data=mix", "data.mix=random:1,files:1".replace("random", "sanity-check-1")]).data
+    )
+    (tmp_path / "text" / "a.txt").write_text("more words")
+    assert before != source_version(compose(["data=mix", "data.mix=sanity-check-1:1,files:1"]).data)
+
+
+def test_rows_are_joined_and_the_last_ones_kept():
+    assert list(join_rows("abcdefg", 3)) == ["a b c", "d e f", "g"] and list(
+        join_rows(["a", "b"], 1)
+    ) == ["a", "b"]
+
+
+# --- the hub
+
+HUB = {  # name of a preset -> what `load_dataset` is asked for
+    "wikipedia": ("wikimedia/wikipedia", "20231101.en"),
+    "raw-wikipedia-dumps": ("wikimedia/wikipedia", "20231101.en"),
+    "bookcorpus": ("bookcorpus/bookcorpus", "plain_text"),
+    "c4-subset-processed": ("allenai/c4", "en"),
+    "openweb": ("Skylion007/openwebtext", None),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "the-pile": ("monology/pile-uncopyrighted", None),
+    "the-pile-natural": ("monology/pile-uncopyrighted", None),
+    "the-pile-stream": ("monology/pile-uncopyrighted", None),
+    "the-pile-dedup": ("EleutherAI/the_pile_deduplicated", None),
+    "sanity-check-2": ("fancyzhx/ag_news", None),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_each_hub_preset_asks_for_its_set_as_a_stream(name, monkeypatch):
+    asked = []
+
+    def load_dataset(path, name=None, **more):
+        asked.append((path, name, more))
+        return [
+            {"text": f"sentence {i} .", "meta": {"pile_set_name": s}}
+            for i, s in enumerate(
+                itertools.islice(
+                    itertools.cycle(["Pile-CC", "Gutenberg (PG-19)", "Wikipedia (en)"]), 60
+                )
+            )
+        ]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    report = Report()
+    found = texts_of(preset("data", name), report)
+    assert asked == [(*HUB[name], dict(split="train", streaming=True, revision=None))]
+    assert len(found) == {"bookcorpus": 4, "the-pile-natural": 40}.get(name, 60)
+    if name == "bookcorpus":
+        assert found[0].count("sentence") == 16 and found[-1].count("sentence") == 12
+    if name == "the-pile-natural":
+        assert report.counts["rows_left_out"] == 20
+
+
+def test_every_hub_preset_is_known_to_this_test():
+    assert {
+        n for n, p in PRESETS["data"].items() if p.get("source") == "hub" and "readymade" not in n
+    } <= set(HUB)
+    for name in RETIRED["data"]:
+        with pytest.raises(CramError, match="is not here any more"):
+            preset("data", name)
+
+
+def test_the_mixed_preset_reads_both_its_sets(monkeypatch):
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda path, name=None, **_: [{"text": path + " word" * 20}] * 64
+    )
+    report = Report()
+    found = texts_of(preset("data", "bookcorpus-wikipedia"), report)
+    assert (
+        report.sources["wikipedia"]["documents"] == 64
+        and report.sources["bookcorpus"]["documents"] == 4
+        and len(found) == 68
+    )
+
+
+def hub_folder(folder, config, docs):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (folder / config / "train").mkdir(parents=True)
+    for k in range(2):
+        pq.write_table(
+            pa.table({"id": list(range(len(docs[k::2]))), "text": docs[k::2]}),
+            folder / config / "train" / f"{k:04d}.parquet",
+        )
+    return docs[::2] + docs[1::2]
+
+
+def test_a_set_that_is_a_script_is_read_from_the_hubs_own_conversion(tmp_path, monkeypatch):
+    import datasets
+
+    expected, real = (
+        hub_folder(tmp_path / "export", "plain_text", [f"text {i}" for i in range(9)]),
+        datasets.load_dataset,
+    )
+
+    def load_dataset(path, name=None, revision=None, **more):
+        if revision != "refs/convert/parquet":
+            raise RuntimeError("Dataset scripts are no longer supported, but found bookcorpus.py")
+        return real(str(tmp_path / "export"), name, **more)
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    report = Report()
+    assert (
+        list(read_hub(Data(hub_path="bookcorpus/bookcorpus", hub_name="plain_text"), report))
+        == expected
+    )
+    assert report.counts["hub_conversion"] == 1
+
+
+def test_local_folders_in_the_hubs_layout_stream(tmp_path):
+    (tmp_path / "wiki").mkdir()
+    expected = hub_folder(tmp_path / "wiki", "20231101.en", [f"text {i}" for i in range(9)])
+    (tmp_path / "wiki" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: 20231101.en\n  data_files:\n  - split: train\n"
+        "    path: 20231101.en/train/*\n---\n"
+    )
+    data = Data(source="hub", hub_path=str(tmp_path / "wiki"), hub_name="20231101.en", heldout=0.0)
+    assert texts_of(data) == expected
+    before = source_version(data)
+    (tmp_path / "wiki" / "README.md").write_text("")
+    assert source_version(data) != before
+    (tmp_path / "pile" / "train").mkdir(parents=True)
+    records = [
+        {"text": f"text {i}", "meta": {"pile_set_name": s}}
+        for i, s in enumerate(["Pile-CC", "Wikipedia (en)"] * 5)
+    ]
+    (tmp_path / "pile" / "train" / "00.jsonl.zst").write_bytes(
+        zstandard.compress("".join(json.dumps(r) + "\n" for r in records).encode())
+    )
+    natural = preset("data", "the-pile-natural")
+    natural.hub_path = str(tmp_path / "pile")
+    assert list(read_hub(natural)) == [r["text"] for r in records[1::2]]
+    with pytest.raises(
+        CramError, match="no text under 'body'; set data.text_key to one of: text, meta"
+    ):
+        next(read_hub(Data(hub_path=str(tmp_path / "pile"), text_key="body")))
+    with pytest.raises(CramError, match="has no 'meta.name', only: pile_set_name"):
+        next(read_hub(Data(hub_path=str(tmp_path / "pile"), keep_rows="meta.name=a")))
+
+
+@pytest.mark.parametrize(
+    "name, place",
+    [
+        ("wikipedia", "20231101.en/train-00000-of-00001"),
+        ("openweb", "plain_text/train-00000-of-00080"),
+        ("fineweb-edu", "sample/10BT/000_00000"),
+        ("bookcorpus", "plain_text/train/0000"),
+    ],
+)
+def test_a_copy_of_the_hubs_folders_streams_without_its_readme(name, place, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for where, words in (
+        (
+            (place, "wanted"),
+            ("20231101.de/train-00000-of-00001", "other"),
+            ("data/CC-MAIN/train-00000-of-00001", "other"),
+        )
+        if name != "openweb"
+        else ((place, "wanted"),)
+    ):
+        (tmp_path / f"{where}.parquet").parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(
+            pa.table({"text": [f"{words} {i}" for i in range(3)]}), tmp_path / f"{where}.parquet"
+        )
+    data = replace(preset("data", name), hub_path=str(tmp_path), join_rows=1)
+    assert list(read_hub(data)) == ["wanted 0", "wanted 1", "wanted 2"]
+    if data.hub_name:
+        with pytest.raises(CramError, match="'nowhere' not found"):
+            list(read_hub(replace(data, hub_name="nowhere")))
+
+
+def test_files_are_named_as_text_or_as_paths(tmp_path):
+    path = tmp_path / "one, two.txt"
+    path.write_text("some text")
+    assert find_files(path) == find_files(str(path)) == [path] and list(
+        read_file(str(path))
+    ) == list(read_file(path)) == ["some text"]
+
+
+def test_records_that_are_no_records_are_named_as_such(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for content in ('"a"\n"b"\n', '["a", "b"]'):
+        path.write_text(content)
+        with pytest.raises(CramError, match="a text instead of an object with keys"):
+            list(read_file(path))
+    path = tmp_path / "a.csv"
+    path.write_text("id,text\n1,hello, world\n2,fine\n")
+    with pytest.raises(CramError, match="line 2: more columns than the header"):
+        list(read_file(path))
+    report = Report()
+    assert (
+        list(read_file(path, max_bad_lines=0.5, report=report)) == ["fine"]
+        and report.counts["bad_lines"] == 1
+    )
+
+
+def test_without_a_network_the_way_out_is_named(monkeypatch):
+    def offline(*_, **__):
+        raise ConnectionError(
+            "Couldn't reach 'wikimedia/wikipedia' on the Hub (LocalEntryNotFoundError)"
+        )
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    with pytest.raises(
+        CramError, match="(?s)Couldn't reach.*data=files data.files=FOLDER.*CRAMNB_DATA"
+    ) as error:
+        texts_of(preset("data", "wikipedia"))
+    assert "\n" not in str(error.value)
+
+    def breaks():
+        yield {"text": "one"}
+        raise OSError("connection reset")
+
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: breaks())
+    with pytest.raises(
+        ConnectionError, match="ended after 1 records: connection reset. The same command"
+    ):
+        texts_of(preset("data", "wikipedia"))
+
+
+# --- what is held out
+
+
+def names(paths) -> list[str]:
+    return [p.name for p in paths]
+
+
+def test_no_file_is_held_out_because_of_its_name():
+    lonely = [Path(n) for n in ("dev-notes.md", "test_plan.md", "val d Isere.md", "dev.txt")]
+    assert choose_files(lonely) == (lonely, [])
+    other = [Path("a.train.txt"), Path("b.val.txt"), Path("c/a.val.txt"), Path("a.val.csv")]
+    assert choose_files(other) == (other, []), "another stem, folder or kind is no layout"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "wiki.train.jsonl.gz wiki.val.jsonl.gz",
+        "train.txt validation.txt",
+        "train-00000-of-00002.parquet test-00000-of-00001.parquet",
+    ],
+)
+def test_an_explicit_layout_holds_out_and_the_report_says_so(layout, tmp_path):
+    train, heldout = layout.split()
+    assert choose_files([Path(train), Path(heldout)]) == ([Path(train)], [Path(heldout)])
+
+
+def test_held_out_files_are_reported_and_never_trained_on(tmp_path):
+    (tmp_path / "a.train.txt").write_text("trained on")
+    (tmp_path / "a.dev.txt").write_text("held out")
+    (tmp_path / "dev-notes.md").write_text("also trained on")
+    report = Report()
+    pairs = list(documents(Data(source="files", files=str(tmp_path), heldout=0.5), report))
+    assert sorted(pairs) == [("also trained on", False), ("held out", True), ("trained on", False)]
+    assert report.examples["files_held_out"] == ["a.dev.txt"]
+    chosen = Data(source="files", files=str(tmp_path), heldout_files=str(tmp_path / "dev-notes.md"))
+    assert names(split_files(chosen)[1]) == ["dev-notes.md"]
+    assert sorted(documents(chosen))[0] == ("also trained on", True)
+
+
+def test_held_out_files_stop_at_the_limit_and_the_rest_is_not_trained_on(tmp_path):
+    (tmp_path / "a.train.jsonl").write_bytes(lines([f"train {i}" for i in range(9)]))
+    (tmp_path / "a.val.jsonl").write_bytes(lines([f"heldout {i}" for i in range(100)]))
+    report = Report()
+    data = Data(source="files", files=str(tmp_path))
+    pairs = list(documents(data, report, heldout_limit=100))
+    assert [t for t, h in pairs if not h] == [f"train {i}" for i in range(9)]
+    assert 0 < sum(len(t) for t, h in pairs if h) < 120 and report.counts["heldout_unused"] == 1
+
+
+def sides(texts, share):
+    marked = list(hold_out(texts, share))
+    assert "".join("".join(t.split()) for t, _ in marked) == "".join("".join(texts).split())
+    return sum(len(t) for t, h in marked if h), sum(len(t) for t, h in marked if not h)
+
+
+BOOK = "\n".join(f"Day {k}. The ferry was late, and so was the rain." for k in range(12_000))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.2])
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [f"{k}\n" + BOOK for k in range(8)],
+        [BOOK[:300_000]],
+        [BOOK[:300_000].replace("\n", " ")],
+        ["x" * 300_000],
+        [BOOK[:300_000], BOOK[7:300_000]],
+        [f"{k} " + BOOK[:2000] for k in range(150)],
+        [f"letter {k}" for k in range(10)],
+    ],
+    ids=["8 books", "1 book", "no lines", "no words", "2 books", "150 pages", "10 letters"],
+)
+def test_something_is_always_held_out_and_most_is_trained_on(texts, share):
+    held, trained = sides(texts, share)
+    assert 0 < held <= max(0.3, 1.6 * share) * (held + trained)
+    if held + trained > 20 * LEAST:
+        assert held >= LEAST / 2 and abs(held / (held + trained) - share) < 0.12
+
+
+def test_what_is_held_out_depends_on_the_texts_alone():
+    texts = [f"{k} " + BOOK[k : k + 3000] for k in range(300)]
+    held = {t for t, h in hold_out(texts, 0.05) if h}
+    assert held == {t for t, h in hold_out(texts[::-1], 0.05) if h} and len(held) > 3
+    assert all(not h for _, h in hold_out(texts, 0.0))
+
+
+def test_a_small_text_with_a_paragraph_a_line_gives_both_sides(tmp_path):
+    (tmp_path / "mine.txt").write_text(BOOK[:300_000])
+    pairs = list(documents(Data(source="files", files=str(tmp_path / "mine.txt"))))
+    held = sum(len(t) for t, h in pairs if h)
+    assert len(pairs) > 30 and LEAST <= held < 20_000
+    assert all(t.startswith("Day") and t.endswith("rain.") for t, _ in pairs[:-1]), "cut at lines"
+
+
+def test_exact_copies_of_held_out_texts_are_not_trained_on(tmp_path):
+    docs = [f"document {k} " * 60 for k in range(100)]
+    (tmp_path / "a.jsonl").write_bytes(lines(docs * 2))
+    data = Data(source="files", files=str(tmp_path), heldout=0.3)
+    pairs = list(documents(data, heldout_limit=9000))
+    held, trained = ({t for t, h in pairs if h == side} for side in (True, False))
+    assert held and not held & trained and 9000 <= sum(map(len, held)) < 10_000
+
+
+# --- limits, names, the process
+
+
+def test_megabytes_are_bytes_of_utf8(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(["ä" * 1000] * 3000))
+    report = Report()
+    list(documents(Data(source="files", files=str(tmp_path), max_megabytes=1.0), report))
+    assert report.sources["files"]["bytes"] == 1_000_000
+
+
+def test_the_limit_of_a_cell_stays_as_it_was(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n1," + "word " * 50_000 + "\n2,b\n")
+    before = csv.field_size_limit()
+    reader = read_file(tmp_path / "a.csv")
+    assert len(next(reader)) > before == csv.field_size_limit()
+    assert list(reader) == ["b"] and csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize("spec", ["n" * 300, "n" * 300 + "/*.txt", "a\0b", "n" * 5000])
+def test_a_name_that_no_disk_can_hold_gives_one_line(spec, tmp_path):
+    with pytest.raises((CramError, FileNotFoundError)) as error:
+        find_files(spec)
+    assert "no such file" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(CramError):
+        mix_parts(Data(source="mix", mix=f"{spec}:1"))
+
+
+def test_long_and_odd_column_names_stay_on_one_line(tmp_path):
+    odd = "column\x1b[31m\n" + "x" * 300
+    (tmp_path / "a.jsonl").write_text(json.dumps({odd: 1}))
+    with pytest.raises(CramError, match="no text under 'text'") as error:
+        list(read_file(tmp_path / "a.jsonl"))
+    message = str(error.value)
+    assert "\n" not in message and "\x1b" not in message and len(message) < 300 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf16_is_called_so(encoding, tmp_path):
+    (tmp_path / "a.txt").write_bytes("Some text, wide.\n".encode(encoding) * 100)
+    with pytest.raises(CramError, match="is UTF-16: `iconv -f utf-16"):
+        list(read_file(tmp_path / "a.txt"))
+
+
+def test_joined_gzip_archives_are_read_to_the_end(tmp_path):
+    joined = gzip.compress(lines(DOCS[:2])) + gzip.compress(lines(DOCS[2:]))
+    (tmp_path / "a.jsonl.gz").write_bytes(joined)
+    assert list(read_file(tmp_path / "a.jsonl.gz")) == DOCS
+
+
+def test_reading_is_the_same_whatever_is_packed_and_counts_what_will_be_deleted(tmp_path):
+    (tmp_path / "a.txt").write_text("word—another, don’t, straße, 日本")
+    report, strict = Report(), Report()
+    texts_of(Data(source="files", files=str(tmp_path), fold_punctuation=True), report)
+    texts_of(Data(source="files", files=str(tmp_path)), strict)
+    assert report.counts["deleted_characters"] == 2
+    assert strict.counts["deleted_characters"] == 5
+
+
+# --- the name of a source
+
+
+def test_a_source_is_named_by_content_not_by_path_or_time(tmp_path):
+    data = Data(source="files", files=str(tmp_path / "a.txt"))
+    (tmp_path / "a.txt").write_text("words")
+    name = source_version(data)
+    os.utime(tmp_path / "a.txt", (0, 0))
+    assert source_version(data) == name
+    (tmp_path / "b.txt").write_text("words")
+    assert source_version(replace(data, files=str(tmp_path / "b.txt"))) == name
+
+
+def test_the_same_size_in_the_same_second_is_another_text(tmp_path):
+    data, path = Data(source="files", files=str(tmp_path / "a.txt")), tmp_path / "a.txt"
+    path.write_text("words")
+    name, stamp = source_version(data), path.stat().st_mtime_ns
+    path.write_text("wordy")
+    os.utime(path, ns=(stamp + 1, stamp + 1))
+    assert source_version(data) != name
+
+
+def test_installing_a_package_changes_nothing(tmp_path, monkeypatch):
+    from cramnb import corpus
+
+    site = tmp_path / "site"
+    for package in ("numpy", "another"):
+        (site / package).mkdir(parents=True)
+        (site / package / "a.py").write_text(f'"""{package} {"words " * 50}"""')
+    paths = dict(stdlib=str(tmp_path / "std"), purelib=str(site))
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: paths)
+    name = source_version(Data())
+    assert [t.split()[0] for t in corpus.docstrings()] == ["numpy"]
+    (site / "transformers").mkdir()
+    assert source_version(Data()) == name
+
+
+def test_every_preset_has_its_provenance_and_the_bounds_of_the_original():
+    assert PROVENANCE["data"].keys() == PRESETS["data"].keys()
+    rows = {n: preset("data", n).max_rows for n in ("c4-subset-processed", "the-pile", "openweb")}
+    assert set(rows.values()) == {85_000_000}
+    assert preset("data", "the-pile-stream").max_rows == 0
+    own = {n for n in PRESETS["data"] if preset("data", n).fold_punctuation}
+    assert own == {"docstrings", "files"}
