@@ -1,4 +1,5 @@
 """Vocabularies: the same bytes from every run, so many entries or none, ids that do not move."""
+
 import itertools
 import json
 import os
@@ -7,46 +8,92 @@ import sys
 
 import numpy as np
 import pytest
-from cramnb.corpus import SPECIMEN, read_file
-from cramnb.recipe import CramError, Data, compose
-from cramnb.tokenizer import SPECIAL_TOKENS, count_words, encode, fertility, train_tokenizer, word_starts
+from cramnb.corpus import SPECIMEN
+from cramnb.sources import read_file
+from cramnb.core import CramError
+from cramnb.options import Data
+from cramnb.recipe import compose
+from cramnb.tokenizer import SPECIAL_TOKENS, encode, fertility, train_tokenizer, word_starts
 from transformers import AutoTokenizer
 
 KINDS = ["WordPiece", "BPE", "Unigram", "WordLevel", "SentencePieceBPE"]
-GERMAN = ["Die Grüße aus Köln: schöne Straßen, süße Äpfel und ein Café.", "Ein naïver Bär fährt über die Brücke, müde und fröhlich.", "Größe zählt, sagte der Bär, und fuhr nach Köln."]*3
+GERMAN = [
+    "Die Grüße aus Köln: schöne Straßen, süße Äpfel und ein Café.",
+    "Ein naïver Bär fährt über die Brücke, müde und fröhlich.",
+    "Größe zählt, sagte der Bär, und fuhr nach Köln.",
+] * 3
 CODE = """
 import json, sys
-from cramnb.recipe import Data
+from cramnb.options import Data
 from cramnb.tokenizer import train_tokenizer
 docs = json.load(sys.stdin)
-for kind in sys.argv[1:]: print(train_tokenizer(docs, Data(tokenizer=kind), vocab_size=700).backend_tokenizer.to_str())
+for kind in sys.argv[1:]:
+    tokenizer = train_tokenizer(docs, Data(tokenizer=kind), vocab_size=700)
+    print(tokenizer.backend_tokenizer.to_str())
 """
 
 
 @pytest.fixture(scope="module")
-def docs(texts) -> list[str]: return list(itertools.islice(read_file(texts), 300))
+def docs(texts) -> list[str]:
+    return list(itertools.islice(read_file(texts), 300))
 
 
 def test_a_vocabulary_is_the_same_to_the_last_byte(docs):
-    "Three processes with other hash seeds, other numbers of threads, with and without parallel tokenizing."
+    """Three processes with other hash seeds, other numbers of threads, with and without parallel
+    tokenizing."""
+
     def run(seed, threads, parallel):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": parallel}
-        return subprocess.run([sys.executable, "-c", CODE, *KINDS], input=json.dumps(docs), env=env, text=True, capture_output=True, check=True).stdout.splitlines()
+        env = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "RAYON_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": parallel,
+        }
+        return subprocess.run(
+            [sys.executable, "-c", CODE, *KINDS],
+            input=json.dumps(docs),
+            env=env,
+            text=True,
+            capture_output=True,
+            check=True,
+        ).stdout.splitlines()
+
     runs = [run("1", "1", "false"), run("2", "2", "true"), run("3", "4", "true")]
-    for kind, *versions in zip(KINDS, *runs): assert len(set(versions)) == 1 and json.loads(versions[0])["model"]["vocab"], kind
+    for kind, *versions in zip(KINDS, *runs):
+        assert len(set(versions)) == 1 and json.loads(versions[0])["model"]["vocab"], kind
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "WordPieceBERT", "SentencePieceUnigram"])
 def test_special_tokens_are_the_first_five_and_text_cannot_name_them(kind, docs, tmp_path):
     vocab_size = 450
-    tok = train_tokenizer([*docs[:150], "say [MASK] and [SEP] [MASK]"*50], Data(tokenizer=kind, vocab_size=vocab_size, lowercase=False))
+    tok = train_tokenizer(
+        [*docs[:150], "say [MASK] and [SEP] [MASK]" * 50],
+        Data(tokenizer=kind, vocab_size=vocab_size, lowercase=False),
+    )
     tok.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    assert len(again) == vocab_size and again.is_fast and again.convert_ids_to_tokens(range(5)) == list(SPECIAL_TOKENS) and again.model_max_length == 128
-    assert (again.pad_token_id, again.unk_token_id, again.cls_token_id, again.sep_token_id, again.mask_token_id) == (0, 1, 2, 3, 4)
-    assert again("return a list")["input_ids"] == tok("return a list")["input_ids"] == encode(tok, ["return a list"])[0]
+    assert (
+        len(again) == vocab_size
+        and again.is_fast
+        and again.convert_ids_to_tokens(range(5)) == list(SPECIAL_TOKENS)
+        and again.model_max_length == 128
+    )
+    assert (
+        again.pad_token_id,
+        again.unk_token_id,
+        again.cls_token_id,
+        again.sep_token_id,
+        again.mask_token_id,
+    ) == (0, 1, 2, 3, 4)
+    assert (
+        again("return a list")["input_ids"]
+        == tok("return a list")["input_ids"]
+        == encode(tok, ["return a list"])[0]
+    )
     text = "say [MASK] and [SEP], return"
-    assert set(encode(tok, [text])[0][:-1]) & {0, 2, 3, 4} == set() and {3, 4} <= set(again(text)["input_ids"][:-1])
+    assert set(encode(tok, [text])[0][:-1]) & {0, 2, 3, 4} == set() and {3, 4} <= set(
+        again(text)["input_ids"][:-1]
+    )
     assert encode(again, [text]) == encode(tok, [text]), "saved and loaded, it cuts alike"
 
 
@@ -54,36 +101,72 @@ def test_the_mask_takes_the_space_before_it(docs):
     for kind in ("BPE", "Unigram", "SentencePieceBPE"):
         tok = train_tokenizer(docs, Data(tokenizer=kind), vocab_size=600)
         ids = tok("return [MASK]", add_special_tokens=False)["input_ids"]
-        assert ids == [*tok("return", add_special_tokens=False)["input_ids"], 4], "no lone space in front of it"
+        assert ids == [*tok("return", add_special_tokens=False)["input_ids"], 4], (
+            "no lone space in front of it"
+        )
 
 
 def test_templates(docs):
-    single = lambda **more: encode(train_tokenizer(docs, Data(**more), vocab_size=300), ["return"])[0]
+    single = lambda **more: encode(train_tokenizer(docs, Data(**more), vocab_size=300), ["return"])[
+        0
+    ]
     bare = single(include_sep=False)
-    assert single() == [*bare, 3] and single(include_cls=True) == [2, *bare, 3] and single(include_cls=True, include_sep=False) == [2, *bare]
+    assert (
+        single() == [*bare, 3]
+        and single(include_cls=True) == [2, *bare, 3]
+        and single(include_cls=True, include_sep=False) == [2, *bare]
+    )
     for second in (0, 1):
-        pair = train_tokenizer(docs, Data(use_type_ids=bool(second)), vocab_size=300)("return", "return", return_token_type_ids=True)
-        assert pair["input_ids"] == [2, *bare, 3, *bare, 3] and pair["token_type_ids"] == [0]*(2+len(bare)) + [second]*(1+len(bare))
+        pair = train_tokenizer(docs, Data(use_type_ids=bool(second)), vocab_size=300)(
+            "return", "return", return_token_type_ids=True
+        )
+        assert pair["input_ids"] == [2, *bare, 3, *bare, 3] and pair["token_type_ids"] == [0] * (
+            2 + len(bare)
+        ) + [second] * (1 + len(bare))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_unigram_names_the_largest_size():
+    data = Data(tokenizer="Unigram", vocab_size=5000)
+    with pytest.raises(CramError, match="supports up to [0-9]+ entries") as e:
+        train_tokenizer([SPECIMEN], data)
+    most = int(e.value.args[0].split()[-2])
+    assert len(train_tokenizer([SPECIMEN], Data(tokenizer="Unigram", vocab_size=most))) == most
+    for n in (1, 20):
+        with pytest.raises(CramError, match=f"vocab_size={n}"):
+            train_tokenizer([SPECIMEN], Data(tokenizer="Unigram", vocab_size=n))
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "Unigram"])
 def test_the_size_is_exact_or_the_largest_is_named(kind):
     data = lambda n: Data(tokenizer=kind, vocab_size=n)
-    with pytest.raises(CramError, match=f"vocab_size=5000 does not fit this text: with data.tokenizer={kind} it supports [0-9]+ to [0-9]+ entries") as e: train_tokenizer([SPECIMEN], data(5000))
+    with pytest.raises(
+        CramError,
+        match=f"vocab_size=5000 does not fit this text: with data.tokenizer={kind} "
+        "it supports [0-9]+ to [0-9]+ entries",
+    ) as e:
+        train_tokenizer([SPECIMEN], data(5000))
     least, most = (int(e.value.args[0].split()[i]) for i in (-4, -2))
-    for n in (least, (least+most)//2, most): assert len(train_tokenizer([SPECIMEN], data(n))) == n
-    with pytest.raises(CramError, match="supports"): train_tokenizer([SPECIMEN], data(most+1))
+    for n in (least, (least + most) // 2, most):
+        assert len(train_tokenizer([SPECIMEN], data(n))) == n
+    with pytest.raises(CramError, match="supports"):
+        train_tokenizer([SPECIMEN], data(most + 1))
     if kind != "WordLevel":
-        with pytest.raises(CramError, match=f"{least} entries or more"): train_tokenizer([SPECIMEN], data(least-1))
+        with pytest.raises(CramError, match=f"{least} entries or more"):
+            train_tokenizer([SPECIMEN], data(least - 1))
 
 
 def test_an_empty_text_is_one_message():
     for kind in KINDS:
-        with pytest.raises(CramError, match="does not fit"): train_tokenizer([], Data(tokenizer=kind))
+        with pytest.raises(CramError, match="does not fit"):
+            train_tokenizer([], Data(tokenizer=kind))
 
 
 def test_bytes_come_back_whatever_was_written():
-    tok = train_tokenizer(GERMAN, Data(tokenizer="BPE", lowercase=False, strip_accents=False, ascii_only=False), vocab_size=300)
+    tok = train_tokenizer(
+        GERMAN,
+        Data(tokenizer="BPE", lowercase=False, strip_accents=False, ascii_only=False),
+        vocab_size=300,
+    )
     for text in (*GERMAN, "never seen: žluťoučký kůň, 日本語, 🙂"):
         ids = encode(tok, [text])[0][:-1]
         assert 1 not in ids and tok.decode(ids).strip() == text
@@ -100,20 +183,18 @@ def test_another_language_keeps_its_accents():
 
 
 def test_our_unigram_is_as_short_as_the_library_s(docs):
-    from cramnb.tokenizer import _dress, _parts, wrap
-    from tokenizers import Tokenizer, trainers
-    data = Data(tokenizer="Unigram")
-    library = _dress(Tokenizer(_parts(data)[0]), data)
-    library.train_from_iterator(docs[:200], trainers.UnigramTrainer(vocab_size=600, special_tokens=list(SPECIAL_TOKENS), unk_token="[UNK]", show_progress=False))
-    ours = train_tokenizer(docs[:200], data, vocab_size=600)
-    assert fertility(ours, docs[200:]) < 1.02*fertility(wrap(library, 128), docs[200:])
+    from tokenizers import Tokenizer, models, trainers
 
+    from cramnb.tokenizer import wrap
 
-def test_words_are_counted_in_bounded_memory():
-    data = Data(tokenizer="Unigram")
-    assert count_words(iter(["a b a", "b a"]), data) == {"▁a": 3, "▁b": 2}
-    many = count_words((f"common word{i} word{i % 7}" for i in range(3000)), data, limit=500)
-    assert len(many) <= 503 and many["▁common"] == 3000 and many["▁word3"] > 300
+    ours = train_tokenizer(docs[:200], Data(tokenizer="Unigram"), vocab_size=600)
+    library, like = Tokenizer(models.Unigram()), ours.backend_tokenizer
+    library.normalizer, library.pre_tokenizer = like.normalizer, like.pre_tokenizer
+    library.post_processor = like.post_processor
+    common = dict(special_tokens=list(SPECIAL_TOKENS), unk_token="[UNK]", show_progress=False)
+    library.train_from_iterator(docs[:200], trainers.UnigramTrainer(vocab_size=600, **common))
+    assert set(library.get_vocab()) == set(ours.get_vocab())
+    assert fertility(ours, docs[200:]) < 1.02 * fertility(wrap(library, 128), docs[200:])
 
 
 def test_each_vocabulary_knows_where_words_begin(docs):
@@ -122,15 +203,39 @@ def test_each_vocabulary_knows_where_words_begin(docs):
         tok = train_tokenizer(docs, Data(tokenizer=kind), vocab_size=600)
         starts, ids = word_starts(tok), encode(tok, [text])[0]
         assert starts.shape == (600,) and starts[:5].all()
-        pieces = [(tok.convert_ids_to_tokens(i).replace("##", "").strip("Ġ▁"), bool(starts[i])) for i in ids[:-1]]
+        pieces = [
+            (tok.convert_ids_to_tokens(i).replace("##", "").strip("Ġ▁"), bool(starts[i]))
+            for i in ids[:-1]
+        ]
         words = "".join(("|" if begins else "") + p for p, begins in pieces)
-        if kind != "WordLevel": assert words.replace("|(|", "|(").lower().startswith("|an|unbelievable|r") and words.endswith(("|runs.", "|runs|.")), (kind, words)
-        else: assert starts.all()
-    tok = train_tokenizer(GERMAN, Data(tokenizer="BPE", lowercase=False, strip_accents=False, ascii_only=False), vocab_size=261)
+        if kind != "WordLevel":
+            assert words.replace("|(|", "|(").lower().startswith(
+                "|an|unbelievable|r"
+            ) and words.endswith(("|runs.", "|runs|.")), (kind, words)
+        else:
+            assert starts.all()
+    tok = train_tokenizer(
+        GERMAN,
+        Data(tokenizer="BPE", lowercase=False, strip_accents=False, ascii_only=False),
+        vocab_size=261,
+    )
     ids = encode(tok, ["Köln über"])[0][:-1]
-    assert np.flatnonzero(word_starts(tok)[ids]).tolist() == [0, 6], "one letter may be several bytes"
+    assert np.flatnonzero(word_starts(tok)[ids]).tolist() == [0, 6], (
+        "one letter may be several bytes"
+    )
 
 
 def test_names_and_keys_of_the_original_carry_over():
-    data = compose(["data=sanity-check-2", "data.tokenizer=SentencePieceUnigram", "data.include_cls_token_in_corpus=True", "data.use_type_ids=True"]).data
-    assert (data.tokenizer, data.include_cls, data.use_type_ids) == ("SentencePieceUnigram", True, True)
+    data = compose(
+        [
+            "data=sanity-check-2",
+            "data.tokenizer=SentencePieceUnigram",
+            "data.include_cls_token_in_corpus=True",
+            "data.use_type_ids=True",
+        ]
+    ).data
+    assert (data.tokenizer, data.include_cls, data.use_type_ids) == (
+        "SentencePieceUnigram",
+        True,
+        True,
+    )

@@ -1,0 +1,301 @@
+"""A build: shard by shard, in any number of processes, through kills, errors and full disks."""
+
+import errno
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import server
+
+import cramnb.build as build
+import cramnb.core as core
+from cramnb.build import Shards, clean_stage, disk_needed, each_shard, read_stage
+from cramnb.core import CramError, DiskFull
+from cramnb.options import Data
+from cramnb.sources import documents, read_file
+from cramnb.store import FORMAT, load_corpus, prepare_corpus, store_folder
+
+
+def small(texts, **changes) -> Data:
+    base = dict(source="files", files=str(texts), vocab_size=1000, seq_length=64, heldout=0.1)
+    return Data(**base | dict(deduplicate=True, trash_cutoff=0.5) | changes)
+
+
+def write_lines(path: Path, texts) -> Path:
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(texts, tmp_path_factory):
+    return prepare_corpus(small(texts), tmp_path_factory.mktemp("corpora"))[0]
+
+
+# --- stages
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
+    "A shard holds a fixed amount of text, whatever the size of the source."
+    monkeypatch.setattr(build, "SHARD_BYTES", 100_000)
+    texts = [f"document {i} " + "word and more " * 40 for i in range(3000)]
+    big = write_lines(tmp_path / "big.jsonl", texts)
+    (tmp_path / "build").mkdir()
+    read_stage(small(big), tmp_path / "build", lambda *_: None)
+    sizes = [sum(map(len, texts)) for texts in Shards(tmp_path / "build/text")]
+    assert len(sizes) > 10 and max(sizes) < 102_000
+
+
+def test_shards_share_what_they_have_seen(tmp_path, texts, monkeypatch):
+    notice = "This page may be copied as long as this notice stays with it and nobody is charged."
+    notice += " That holds for reading it as well as for copying it at all."
+    docs = [f"{d}\n{notice}" for d in list(read_file(texts))[:300]]
+    path = write_lines(tmp_path / "a.jsonl", [*docs, docs[0] + " Seen before."])
+    monkeypatch.setattr(build, "SHARD_BYTES", 30_000)
+    data = small(path, heldout=0.05, near_duplicates=0.9, trash_cutoff=0.0)
+    folder = tmp_path / "build"
+    folder.mkdir()
+    read_stage(data, folder, lambda *_: None)
+    clean_stage(data, folder, lambda *_: None)
+    kept = list(Shards(folder / "clean"))
+    assert len(kept) > 3 and sum(t.count(notice) for shard in kept for t in shard) <= 1
+    assert not any(t.count("Seen before") and docs[0] in t for shard in kept for t in shard)
+
+
+def test_finished_shards_are_not_built_again(texts, corpus, tmp_path):
+    "Stopped before the vocabulary, the next call reads nothing and cuts no repeat again."
+
+    def stop(stage, *_):
+        if stage == "learning the vocabulary":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus(small(texts), tmp_path, stop)
+    stages = []
+    again = prepare_corpus(small(texts), tmp_path, lambda stage, *_: stages.append(stage))[0]
+    assert not {"reading", "cutting repeats", "filtering"} & set(stages) and "packing" in stages
+    assert again.fingerprint == corpus.fingerprint
+
+
+def test_a_damaged_shard_is_named_and_nothing_else_is_thrown_away(texts, tmp_path):
+    def spoil(stage, done, total):
+        if stage == "learning what prose is":
+            path = next(tmp_path.rglob("distinct/*.json"))
+            path.write_bytes(path.read_bytes()[:-50])
+
+    with pytest.raises(CramError, match="distinct/00000.json is damaged.*Delete .*partial"):
+        prepare_corpus(small(texts), tmp_path, spoil)
+    assert next(tmp_path.glob("*.partial/read.json"))
+
+
+def test_a_mistake_after_hours_keeps_the_hours(texts, tmp_path):
+    data = small(texts, trash_cutoff=0.001)
+    with pytest.raises(CramError, match="leaves no text.*What is finished stays in"):
+        prepare_corpus(data, tmp_path / "corpora")
+    assert next((tmp_path / "corpora").glob("*.partial/read.json"))
+
+
+@pytest.mark.parametrize("text", ["", "   "])
+def test_a_mistake_before_anything_was_built_leaves_nothing(text, tmp_path):
+    empty = write_lines(tmp_path / "empty.jsonl", [text])
+    with pytest.raises(CramError):
+        prepare_corpus(small(empty), tmp_path / "corpora")
+    assert not (tmp_path / "corpora").exists()
+
+
+def test_a_small_text_gets_a_small_vocabulary(texts, tmp_path):
+    few = write_lines(tmp_path / "few.jsonl", list(read_file(texts))[:40])
+    c, _ = prepare_corpus(small(few, vocab_size=30_000), tmp_path / "corpora")
+    assert c.vocab_size % 64 == 0 and 64 <= c.vocab_size < 30_000
+    assert c.notices == [
+        f"The vocabulary has {c.vocab_size:,} entries: "
+        "the text is too small for data.vocab_size=30,000."
+    ]
+    assert len(c.heldout) > 0 and c.rows[:].max() < c.vocab_size == len(c.token_counts)
+    with pytest.raises(CramError, match="vocab_size=20"):
+        prepare_corpus(small(few, vocab_size=20), tmp_path / "corpora")
+
+
+def test_one_text_file_of_ones_own_is_enough(texts, tmp_path):
+    "300 kB with a paragraph per line and no blank line: no other option is needed."
+    lines = " ".join(" ".join(t.split()) for t in read_file(texts))[:300_000].split(". ")
+    (tmp_path / "mine.txt").write_text(".\n".join(lines), encoding="utf-8")
+    data = Data(source="files", files=str(tmp_path / "mine.txt"), deduplicate=True)
+    data.trash_cutoff = 0.4
+    c, _ = prepare_corpus(data, tmp_path / "corpora")
+    assert len(c.rows) > 100 and len(c.heldout) > 0 and c.notices and c.heldout_documents()
+
+
+# --- disk
+
+
+def test_peak_disk_stays_under_three_times_the_text(texts, tmp_path):
+    docs = [f"{i} {t} {i}" for i in range(3) for t in read_file(texts)]
+    path = write_lines(tmp_path / "many.jsonl", docs)
+    size, peak = path.stat().st_size, 0
+
+    def watch(*_):
+        nonlocal peak
+        files = (p for p in (tmp_path / "corpora").rglob("*") if p.is_file())
+        peak = max(peak, sum(p.stat().st_size for p in files))
+
+    data = small(path, deduplicate=False, trash_cutoff=0.9)
+    prepare_corpus(data, tmp_path / "corpora", watch)
+    assert 0 < peak < 2.5 * size and size <= disk_needed(data) <= 2.5 * size
+
+
+def test_what_a_build_needs_is_said_before_it_starts(texts, tmp_path):
+    stages = []
+    prepare_corpus(small(texts), tmp_path, lambda stage, *_: stages.append(stage))
+    assert "MB of disk needed" in stages[0] and "free" in stages[0] and stages[1] == "reading"
+
+
+@pytest.mark.parametrize("where", [1, 2, 4, 6, 8, 10, 13])
+def test_a_full_disk_is_one_message_and_keeps_what_is_finished(
+    where, corpus, texts, tmp_path, monkeypatch
+):
+    real, calls = core.flush, []
+
+    def full(path):
+        calls.append(path)
+        if len(calls) == where:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path)
+
+    monkeypatch.setattr(core, "flush", full)
+    with pytest.raises(DiskFull, match="The disk is full.*finished parts are kept"):
+        prepare_corpus(small(texts), tmp_path)
+    assert not store_folder(small(texts), tmp_path).exists()
+    monkeypatch.setattr(core, "flush", real)
+    assert prepare_corpus(small(texts), tmp_path)[0].fingerprint == corpus.fingerprint
+
+
+# --- the same rows, whoever builds them
+
+
+def test_the_format_number_is_raised_when_the_rows_change(tmp_path):
+    "If this fails, the same recipe gives other rows: raise FORMAT, put the new checksums here."
+    rng = np.random.default_rng(0)
+    word = ["".join(rng.choice(list("abcdefgh"), int(n))) for n in rng.integers(1, 9, 300)]
+    docs = [" ".join(rng.choice(word, 60)) + "." for _ in range(200)]
+    data = small(write_lines(tmp_path / "t.jsonl", docs), vocab_size=120, seq_length=16)
+    sums = []
+    for ordering in ("randomized", "sentence-length-curriculum"):
+        c, _ = prepare_corpus(replace(data, ordering=ordering), tmp_path)
+        sums.append(hashlib.md5(c.rows[:].tobytes()).hexdigest()[:8])
+    assert (FORMAT, *sums) == GOLDEN
+
+
+GOLDEN = (4, "76ae70cf", "0cafa6d1")
+
+
+def in_shards(texts, folder, cores="1"):
+    "A build of some twenty shards, in a process of its own."
+    os.environ["LOKY_MAX_CPU_COUNT"] = cores
+    build.SHARD_BYTES = 20_000
+    prepare_corpus(small(texts), folder)
+
+
+@pytest.fixture(scope="module")
+def in_peace(texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("peace")
+    p = server().Process(target=in_shards, args=(texts, folder))
+    p.start()
+    p.join()
+    return load_corpus(store_folder(small(texts), folder), verify=True)
+
+
+def test_any_number_of_processes_builds_the_same(texts, in_peace, tmp_path):
+    p = server().Process(target=in_shards, args=(texts, tmp_path, "2"))
+    p.start()
+    p.join()
+    assert p.exitcode == 0
+    two = load_corpus(store_folder(small(texts), tmp_path))
+    assert two.fingerprint == in_peace.fingerprint and two.card["counts"] == in_peace.card["counts"]
+    assert np.array_equal(two.heldout[:], in_peace.heldout[:])
+
+
+CODE = """
+import sys
+from pathlib import Path
+from cramnb.options import Data
+from cramnb.store import prepare_corpus
+data = Data(source='files', files=sys.argv[1], vocab_size=1000, seq_length=64, heldout=0.1,
+            deduplicate=True, trash_cutoff=0.5)
+print(prepare_corpus(data, sys.argv[2])[0].fingerprint)
+"""
+
+
+def test_a_hash_seed_changes_nothing(texts, corpus, tmp_path):
+    env = dict(os.environ, PYTHONHASHSEED="7", RAYON_NUM_THREADS="3")
+    command = [sys.executable, "-c", CODE, str(texts), str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == corpus.fingerprint
+
+
+# --- processes that die
+
+
+def die(n):
+    if n == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(n):
+    raise CramError(f"shard {n} is bad")
+
+
+def test_a_helper_that_dies_is_reported(monkeypatch):
+    monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "2")
+    with pytest.raises(CramError, match="A process died while cutting.*SIGKILL.*are kept"):
+        each_shard(die, list(range(6)), "cutting", 6, lambda *_: None)
+    with pytest.raises(CramError, match="shard [0-5] is bad"):
+        each_shard(fail, list(range(6)), "cutting", 6, lambda *_: None)
+
+
+@pytest.mark.parametrize("cores, kills", [("1", 8), ("2", 4)])
+def test_a_killed_build_goes_on_from_its_finished_shards(cores, kills, texts, in_peace, tmp_path):
+    "kill -9 after the first new file of each round: the result is that of a build in peace."
+    folder, rng = store_folder(small(texts), tmp_path), random.Random(0)
+    partial, written = Path(f"{folder}.partial"), {}
+
+    def files():
+        try:
+            shards = [p for p in partial.glob("*/[0-9]*.*") if ".tmp" not in p.name]
+            return {p: p.stat().st_ino for p in shards}
+        except FileNotFoundError:  # a stage has just deleted what it read
+            return {}
+
+    for _ in range(kills):
+        p = server().Process(target=in_shards, args=(texts, tmp_path, cores))
+        before, wanted = files(), rng.randint(1, 12)
+        p.start()
+        while p.is_alive() and len(set(files()) - set(before)) < wanted:
+            time.sleep(0.005)
+        p.kill()
+        p.join()
+        if (partial / "unique.json").exists():
+            for path, number in files().items():
+                if path.parent.name in ("clean", "tokens"):
+                    written.setdefault(path, set()).add(number)
+    p = server().Process(target=in_shards, args=(texts, tmp_path))
+    p.start()
+    p.join()
+    c = load_corpus(folder, verify=True)
+    assert c.fingerprint == in_peace.fingerprint and c.card["counts"] == in_peace.card["counts"]
+    assert not list(tmp_path.glob("*.partial"))
+    assert cores == "2" or max(map(len, written.values()), default=1) == 1
+
+
+def test_documents_are_all_read(texts, corpus):
+    n = corpus.card["counts"]
+    held = [h for _, h in documents(small(texts))]
+    assert (n["documents"], n["heldout_documents"]) == (len(held), sum(held))

@@ -1,0 +1,385 @@
+"""The store: names, damage, locks, ready-made and random rows."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from conftest import server
+from filelock import FileLock
+
+import cramnb.ready as ready_rows
+import cramnb.store as store
+from cramnb.core import CramError
+from cramnb.options import Data
+from cramnb.recipe import preset
+from cramnb.sources import read_file
+from cramnb.store import load_corpus, prepare_corpus, store_folder, store_key
+
+
+def small(texts, **changes) -> Data:
+    base = dict(source="files", files=str(texts), vocab_size=1000, seq_length=64, heldout=0.1)
+    return Data(**base | dict(deduplicate=True, trash_cutoff=0.5) | changes)
+
+
+@pytest.fixture(scope="module")
+def corpus(texts, tmp_path_factory):
+    return prepare_corpus(small(texts), tmp_path_factory.mktemp("corpora"))[0]
+
+
+# --- names
+
+
+def test_what_shapes_a_store_changes_its_name(texts):
+    data = small(texts)
+    changes = dict(seq_length=32, lowercase=False, ordering="none", deduplicate=False)
+    changes |= dict(near_duplicates=0.5, trash_cutoff=0.4, tokenizer="BPE", include_sep=False)
+    changes |= dict(max_rows=5, heldout=0.2)
+    keys = {store_key(replace(data, **{k: v})) for k, v in changes.items()}
+    assert len(keys | {store_key(data)}) == len(changes) + 1
+    assert store_key(small(texts)) == store_key(data)
+
+
+def test_what_is_not_read_does_not_change_the_name(texts):
+    data = small(texts, deduplicate=False)
+    same = [dict(deduplication_threshold=50), dict(hub_name="x"), dict(hub_path="y")]
+    same.append(dict(files=str(texts.parent / "." / texts.name)))
+    assert {store_key(replace(data, **c)) for c in same} == {store_key(data)}
+    one, two = (replace(data, deduplicate=True, deduplication_threshold=n) for n in (50, 100))
+    assert store_key(one) != store_key(two)
+
+
+def test_a_corpus_is_named_by_its_text_not_by_path_time_or_packages(texts, tmp_path, monkeypatch):
+    copy = tmp_path / "docs.jsonl"
+    copy.write_bytes(texts.read_bytes())
+    before = store_key(small(copy))
+    os.utime(copy, (0, 0))
+    assert before == store_key(small(texts)), "path and time say nothing"
+    built_in = store_key(Data(source="docstrings"))
+    found = lambda *_, **__: [type("D", (), dict(metadata={"Name": "new"}, version="1"))]  # noqa: E731
+    monkeypatch.setattr("importlib.metadata.distributions", found)
+    assert store_key(Data(source="docstrings")) == built_in, "a pip install renames nothing"
+    with copy.open("a") as f:
+        f.write('{"text": "one more"}\n')
+    assert store_key(small(copy)) != before
+
+
+def test_another_text_of_the_same_size_in_the_same_second_is_another_corpus(texts, tmp_path):
+    copy = tmp_path / "docs.jsonl"
+    raw, keys = texts.read_bytes(), []
+    for text in (raw, raw.replace(b"the", b"eht", 1)):
+        copy.write_bytes(text)
+        os.utime(copy, (1_000_000_000, 1_000_000_000))
+        code = "import sys; from cramnb.options import Data; from cramnb.store import store_key;"
+        code += "print(store_key(Data(source='files', files=sys.argv[1])))"
+        command = [sys.executable, "-c", code, str(copy)]
+        keys.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert len(set(keys)) == 2
+
+
+def test_a_store_of_older_code_is_not_taken_for_this_ones(texts, monkeypatch):
+    before = store_key(small(texts))
+    monkeypatch.setattr(store, "FORMAT", store.FORMAT + 1)
+    assert store_key(small(texts)) != before
+
+
+def test_a_fingerprint_names_rows_and_vocabulary(texts, corpus, tmp_path):
+    again, _ = prepare_corpus(small(texts), tmp_path)
+    assert again.fingerprint == corpus.fingerprint != ""
+    other, _ = prepare_corpus(small(texts, ordering="none"), tmp_path)
+    copy = tmp_path / "docs.jsonl"
+    copy.write_bytes(texts.read_bytes().replace(b"return", b"yields"))
+    words, _ = prepare_corpus(small(copy), tmp_path)
+    assert len({corpus.fingerprint, other.fingerprint, words.fingerprint}) == 3
+
+
+# --- the card, and damage
+
+
+def test_the_card_tells_sources_counts_and_examples(texts, corpus, tmp_path):
+    card = (corpus.folder / "README.md").read_text(encoding="utf-8")
+    meta = yaml.safe_load(card.split("---")[1])
+    assert meta["size_categories"] in (["1K<n<10K"], ["n<1K"])
+    words = (str(texts), "after cutting repeats", "characters a token", "Rows that were kept:")
+    for word in (*words, "Dropped by repeats:", "source files: 1,500 documents"):
+        assert word in card, word
+    odd = json.dumps({"text": "zero \x00 byte " + "word " * 60})
+    script = json.dumps({"text": "<script>alert(1)</script> \x1b[31m red " + "lorem ipsum " * 60})
+    more = f"{texts.read_text(encoding='utf-8')}torn\n{odd}\n{script}\n"
+    (tmp_path / "docs.jsonl").write_text(more, encoding="utf-8")
+    data = small(tmp_path / "docs.jsonl", max_bad_lines=0.01, near_duplicates=0.8)
+    bad, _ = prepare_corpus(data, tmp_path / "corpora")
+    card = (bad.folder / "README.md").read_text(encoding="utf-8")
+    for word in ("bad lines: 1", "nul bytes: 1"):
+        assert word in card, word
+    assert "\x1b" not in card and "<script>" not in card
+
+
+def test_the_whole_store_costs_two_bytes_a_token(texts, tmp_path):
+    many = [{"text": t} for t in list(read_file(texts)) * 12]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(t) + "\n" for t in many))
+    data = small(tmp_path / "many.jsonl", deduplicate=False, trash_cutoff=0.0, heldout=0.01)
+    c, _ = prepare_corpus(data, tmp_path / "corpora")
+    files = {p.name: p.stat().st_size for p in c.folder.rglob("*") if p.is_file()}
+    tokens = c.rows[:].size + c.heldout[:].size
+    assert sum(files.values()) <= 2.2 * tokens, files
+
+
+@pytest.fixture
+def own(corpus, tmp_path):
+    "A copy that may be damaged."
+    import shutil
+
+    return Path(shutil.copytree(corpus.folder, tmp_path / corpus.folder.name))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def noise(path):
+    rng = np.random.default_rng(0)
+    path.write_bytes(rng.integers(0, 256, path.stat().st_size, dtype=np.uint8).tobytes())
+
+
+def zeros(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+FILES = ["rows.arrow", "heldout.arrow", "tokenizer/tokenizer.json", "card.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", [cut, noise, zeros])
+def test_damage_is_one_line(name, harm, own):
+    harm(own / name)
+    with pytest.raises(CramError, match="damaged.*Delete .* built again") as e:
+        load_corpus(own)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("card", ["[]", "{}", '{"data": {}}', "null", '{"counts": 1'])
+def test_a_card_that_is_none_is_one_line(card, own):
+    (own / "card.json").write_text(card)
+    with pytest.raises(CramError, match="card.json is damaged"):
+        load_corpus(own)
+
+
+def test_a_tokenizer_without_its_special_tokens_is_damage(own):
+    path, card = own / "tokenizer/tokenizer_config.json", own / "card.json"
+    path.write_text('{"train": null}')
+    with pytest.raises(CramError, match="is damaged.*tokenizer_config.json is cut"):
+        load_corpus(own)
+    found = json.loads(card.read_text())
+    found["bytes"].pop("tokenizer/tokenizer_config.json")
+    card.write_text(json.dumps(found))
+    with pytest.raises(CramError, match="is damaged .its tokenizer has no .*mask_token"):
+        load_corpus(own)
+
+
+def test_a_flipped_bit_is_found_on_request(own):
+    load_corpus(own, verify=True)
+    raw = bytearray((own / "rows.arrow").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (own / "rows.arrow").write_bytes(raw)
+    load_corpus(own)
+    with pytest.raises(CramError, match="rows.arrow has changed"):
+        load_corpus(own, verify=True)
+
+
+# --- locks and folders
+
+
+def hold(folder, data):
+    with FileLock(str(store_folder(data, folder)) + ".lock"):
+        (folder / "held").write_text("x")
+        while not (folder / "seen").exists():
+            time.sleep(0.02)
+
+
+def test_who_comes_second_is_told_to_wait(texts, tmp_path):
+    p = server().Process(target=hold, args=(tmp_path, small(texts)))
+    p.start()
+    while not (tmp_path / "held").exists():
+        time.sleep(0.02)
+    stages = []
+
+    def note(stage, *_):
+        stages.append(stage)
+        (tmp_path / "seen").write_text("x")
+
+    prepare_corpus(small(texts), tmp_path, note)
+    p.join()
+    assert stages[0] == "waiting for another process"
+
+
+def test_a_folder_that_cannot_be_written(texts, tmp_path, monkeypatch):
+    prepare_corpus(small(texts), tmp_path)
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(store.FileLock, "acquire", refuse)
+    assert prepare_corpus(small(texts), tmp_path)[1], "what is finished can be used"
+    with pytest.raises(CramError, match="impl.path=.*Permission denied.*can be written"):
+        prepare_corpus(small(texts, seq_length=32), tmp_path)
+
+
+# --- ready-made rows
+
+MARKS = dict(pad_token="<pad>", mask_token="<mask>", sep_token="<sep>", cls_token="<cls>")
+
+
+@pytest.fixture
+def published(tmp_path):
+    "A set as the authors published theirs; its special tokens have other numbers than ours."
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "published"
+    (folder / "data").mkdir(parents=True)
+    names = ["<pad>", "</s>", "<mask>", "<s>", "<unk>", "<sep>", "<cls>"]
+    vocab = {t: i for i, t in enumerate([*names, *(f"w{i}" for i in range(93))])}
+    core = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **MARKS)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if not (folder / "tokenizer" / name).exists():
+            (folder / "tokenizer" / name).write_text(json.dumps(dict(MARKS, unk_token="<unk>")))
+    rows = np.random.default_rng(0).integers(7, 100, size=(1000, 16)).astype(np.int32)
+    for i, part in enumerate(np.split(rows, 4)):
+        table = pa.table({"input_ids": list(part)})
+        pq.write_table(table, folder / f"data/train-{i:05d}-of-00004.parquet")
+    return folder, rows
+
+
+def ready(folder, **changes):
+    data = replace(preset("data", "pile-readymade"), hub_path=str(folder), heldout=0.05)
+    return replace(data, **dict(vocab_size=100, seq_length=16) | changes)
+
+
+def all_rows(c):
+    return sorted(map(bytes, np.concatenate([c.rows[:], c.heldout[:]])))
+
+
+def test_ready_made_rows_come_with_their_tokenizer(published, tmp_path):
+    folder, rows = published
+    c, _ = prepare_corpus(ready(folder), tmp_path / "corpora")
+    assert c.tokenizer.mask_token == "<mask>" and c.tokenizer.mask_token_id == 2
+    assert 20 < len(c.heldout) < 90 and c.rows[:].dtype == np.uint16 and len(c.fingerprint) == 16
+    assert all_rows(c) == sorted(map(bytes, rows.astype(np.uint16)))
+    assert np.array_equal(c.batch(0, 50, 0), c.rows[:50]), "in the order of the authors"
+    assert c.token_counts.sum() == c.rows[:].size
+    few, _ = prepare_corpus(ready(folder, max_rows=100), tmp_path / "corpora")
+    assert len(few.rows) + len(few.heldout) == 100
+    assert "as their authors published them" in (c.folder / "README.md").read_text()
+
+
+def test_the_tokenizer_is_looked_for_where_the_hub_has_it(published, tmp_path, monkeypatch):
+    "The original keeps it in a folder of the data set; others put it at the top."
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    asked, nested = [], True
+
+    def download(repo, name, repo_type):
+        asked.append(name)
+        if name.startswith("tokenizer/") and not nested:
+            raise EntryNotFoundError("404")
+        return published[0] / "tokenizer" / name.removeprefix("tokenizer/")
+
+    monkeypatch.setattr(ready_rows, "hf_hub_download", download)
+    assert ready_rows.fetch_tokenizer("a/b", tmp_path / "one").mask_token_id == 2
+    assert all(name.startswith("tokenizer/") for name in asked) and len(asked) == 3
+    nested = False
+    assert ready_rows.fetch_tokenizer("a/b", tmp_path / "two").pad_token_id == 0
+
+    def offline(*_, **__):
+        raise LocalEntryNotFoundError("cannot find it, and outgoing traffic is off")
+
+    monkeypatch.setattr(ready_rows, "hf_hub_download", offline)
+    with pytest.raises(CramError, match="a/b.*cannot be fetched.*outgoing traffic"):
+        ready_rows.fetch_tokenizer("a/b", tmp_path / "three")
+
+
+def test_a_stopped_download_goes_on_where_it_was(published, tmp_path, monkeypatch):
+    "The files before its place are not read again: here they are gone."
+    folder, rows = published
+    monkeypatch.setattr(ready_rows, "PART_ROWS", 300)
+    (tmp_path / "parts").mkdir()
+
+    def stop(stage, done, total):
+        if done >= 600:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus(ready(folder), tmp_path, stop)
+    opened = []
+    real = pq.ParquetFile
+    monkeypatch.setattr(
+        pq, "ParquetFile", lambda f, *a, **k: (opened.append(f), real(f, *a, **k))[1]
+    )
+    seen = []
+    c, _ = prepare_corpus(ready(folder), tmp_path, lambda stage, done, total: seen.append(done))
+    assert seen == [900, 1000] and all_rows(c) == sorted(map(bytes, rows.astype(np.uint16)))
+    assert len(opened) <= 2, "only the third and the fourth of four files"
+
+
+def test_what_was_fetched_survives_the_network(published, tmp_path, monkeypatch):
+    "A stream that breaks off, then a call without a network, then one that ends it."
+    folder, rows = published
+    monkeypatch.setattr(ready_rows, "PART_ROWS", 300)
+    real = ready_rows.open_hub
+
+    def breaks(stage, done, total):
+        def offline(*_, **__):
+            raise OSError("no route to host")
+
+        if done == 300:
+            monkeypatch.setattr(ready_rows, "open_hub", offline)
+            raise ConnectionError("connection reset")
+
+    with pytest.raises(ConnectionError, match="connection reset"):
+        prepare_corpus(ready(folder), tmp_path, breaks)
+    with pytest.raises(ConnectionError, match="no route to host.*The same command goes on"):
+        prepare_corpus(ready(folder), tmp_path)
+    monkeypatch.setattr(ready_rows, "open_hub", real)
+    seen = []
+    c, _ = prepare_corpus(ready(folder), tmp_path, lambda stage, done, total: seen.append(done))
+    assert seen == [600, 900, 1000] and all_rows(c) == sorted(map(bytes, rows.astype(np.uint16)))
+
+
+MISFITS = [
+    (dict(vocab_size=90), "has 100 entries"),
+    (dict(seq_length=8), "rows of 16 tokens"),
+    (dict(hub_path="/nowhere/at/all"), "cannot be fetched|holds no"),
+]
+
+
+@pytest.mark.parametrize("changes, message", MISFITS)
+def test_ready_made_rows_that_do_not_fit(published, changes, message, tmp_path):
+    with pytest.raises(CramError, match=message):
+        prepare_corpus(ready(published[0], **changes), tmp_path / "corpora")
+    assert not (tmp_path / "corpora").exists()
+
+
+# --- random rows
+
+
+@pytest.mark.parametrize("vocab_size, seq_length", [(32_768, 128), (70_000, 8), (4, 512)])
+def test_random_rows_need_no_text_and_fit_any_vocabulary(vocab_size, seq_length, tmp_path):
+    data = preset("data", "sanity-check-1")
+    data = replace(data, vocab_size=vocab_size, seq_length=seq_length, max_documents=100)
+    c, found = prepare_corpus(data, tmp_path)
+    assert not found and c.rows[:].shape == (100, seq_length) and len(c.heldout) >= 8
+    assert len(c.tokenizer) == c.vocab_size >= min(vocab_size, 5)
+    assert c.rows[:].max() < c.vocab_size and prepare_corpus(data, tmp_path)[1]
+    assert "random tokens" in (c.folder / "README.md").read_text()
