@@ -1,8 +1,10 @@
 """A decoder that looks only where it is asked, and the model classes
 
-The masked language model: an encoder, a head that may be nothing, and a decoder tied to the word embeddings that runs only at the asked positions, a few rows at a time where memory is short.
-Classifiers for texts and tokens share the encoder; pooling ignores padding unless asked to repeat the original's average.
-All classes load and save with transformers; `build_model`, `count_parameters` and `flops_per_token` turn a recipe into a model and its cost.
+The masked language model: an encoder, a head that may be nothing, and a decoder tied to the word
+embeddings that runs only at the asked positions, a few rows at a time where memory is short.
+Classifiers for texts and tokens share the encoder; pooling ignores padding unless asked to
+repeat the original's average. All classes load and save with transformers; `build_model`,
+`count_parameters` and `flops_per_token` turn a recipe into a model and its cost.
 
 Docs: https://cramnb.github.io/cramnb/mlm.html.md"""
 
@@ -13,192 +15,255 @@ __all__ = ['HeadTransform', 'linear_cross_entropy', 'CrammedBertForMaskedLM', 'b
            'flops_per_token', 'pool', 'Classifier', 'task_loss', 'CrammedBertForSequenceClassification',
            'CrammedBertForTokenClassification', 'register']
 
-# %% ../nbs/07_mlm.ipynb #9231aa84
-import dataclasses
+# %% ../nbs/07_mlm.ipynb #dfc7dd03
+import warnings
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
-from transformers import BertConfig, BertForMaskedLM
-from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
+from transformers import AutoConfig, BertConfig, BertForMaskedLM
+from transformers import modeling_outputs as outputs
 from transformers.utils.generic import can_return_tuple
 
-from .encoder import CrammedBertConfig, CrammedBertModel, CrammedBertPreTrainedModel, make_norm
-from .recipe import Arch, CramError
+from .core import CramError
+from .encoder import CHOICES, CrammedBertConfig, CrammedBertModel
+from .encoder import CrammedBertPreTrainedModel, make_norm
+from .options import BERT_READS, GATED, Arch, check_arch
 
-# %% ../nbs/07_mlm.ipynb #9dc7ffd8
+# %% ../nbs/07_mlm.ipynb #2e4920eb
 class HeadTransform(nn.Module):
-    "Between encoder and decoder: nothing (crammed-BERT), one matrix (its first version), or BERT's dense, GELU, norm. `use_bias` gives the matrix a bias."
+    "Between encoder and decoder: nothing, one matrix, or BERT's dense, GELU, norm."
+
     def __init__(self, config):
         super().__init__()
         self.kind = config.head_transform
-        if self.kind != 'none': self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
-        if self.kind == 'dense': self.norm = make_norm(config)
+        if self.kind != 'none':
+            self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        if self.kind == 'dense':
+            self.norm = make_norm(config)
 
-    def forward(self, x:Tensor)->Tensor:  # (…, D) -> (…, D)
-        if self.kind == 'none': return x
+    def forward(self, x: Tensor) -> Tensor:  # (…, D) -> (…, D)
+        if self.kind == 'none':
+            return x
         x = self.dense(x)
         return self.norm(F.gelu(x)) if self.kind == 'dense' else x
 
-# %% ../nbs/07_mlm.ipynb #11be3c13
+# %% ../nbs/07_mlm.ipynb #a662f610
 def linear_cross_entropy(
-    hidden:Tensor,          # (N, D)
-    decoder:nn.Linear,      # D to V
-    labels:Tensor,          # (N,), -100 where nothing is asked
-    chunk_size:int=0,       # rows whose logits are held at once (0: all)
-)->tuple[Tensor,Tensor|None]:  # scalar, mean over the asked rows (nan if none is); logits (N, V), or None where they came in chunks
-    "Cross-entropy of a linear decoder. In chunks the logits are made, used and forgotten, and made again for the gradient."
+    hidden: Tensor,  # (N, D)
+    decoder: nn.Linear,  # D to V
+    labels: Tensor,  # (N,), -100 where nothing is asked
+    chunk_size: int = 0,  # rows whose logits are held at once (0: all)
+) -> tuple[Tensor, Tensor | None]:  # scalar, nan if nothing is asked; logits (N, V) unless chunked
+    "Mean loss of a linear decoder. Chunks of logits are forgotten and made again."
     if not chunk_size:
         logits = decoder(hidden)
         return F.cross_entropy(logits.float(), labels), logits
-    def summed(h, y): return F.cross_entropy(decoder(h).float(), y, reduction='sum')
-    parts = zip(hidden.split(chunk_size), labels.split(chunk_size))
-    return sum(checkpoint(summed, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in parts) / (labels != -100).sum(), None
 
-# %% ../nbs/07_mlm.ipynb #87ebc389
+    def summed(h, y):
+        return F.cross_entropy(decoder(h).float(), y, reduction='sum')
+
+    total = 0.0
+    for h, y in zip(hidden.split(chunk_size), labels.split(chunk_size)):
+        total = total + checkpoint(summed, h, y, use_reentrant=False, preserve_rng_state=False)
+    return total / (labels != -100).sum(), None
+
+# %% ../nbs/07_mlm.ipynb #923b1875
 class CrammedBertForMaskedLM(CrammedBertPreTrainedModel):
-    "The encoder with a decoder tied to the word embeddings. Set `loss_chunk_size` to hold that many rows of logits at most while training."
-    _tied_weights_keys = {'decoder.weight': 'model.embeddings.word_embeddings.weight'}
-    loss_chunk_size = 0
+    "The encoder with a decoder tied to the word embeddings; takes arguments in BERT's order."
 
-    def __init__(self, config:CrammedBertConfig):
+    _tied_weights_keys = {'decoder.weight': 'model.embeddings.word_embeddings.weight'}
+    sparse_prediction = True  # `masked_positions` decodes these columns only
+    loss_chunk_size = 0  # rows of logits held at once while training (0: all)
+
+    def __init__(self, config: CrammedBertConfig):
         super().__init__(config)
         self.model = CrammedBertModel(config)
         self.head = HeadTransform(config)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size, bias=config.decoder_bias)
         self.post_init()
 
-    def get_output_embeddings(self): return self.decoder
-    def set_output_embeddings(self, value): self.decoder = value
+    def get_output_embeddings(self):
+        return self.decoder
+
+    def set_output_embeddings(self, value):
+        self.decoder = value
 
     @can_return_tuple
     def forward(
         self,
-        input_ids:Tensor|None=None,       # (B, T)
-        attention_mask:Tensor|None=None,  # (B, T)
-        labels:Tensor|None=None,          # (B, T), -100 where nothing is asked
-        masked_positions:Tensor|None=None,  # (B, k): decode these columns only
-        **kwargs,                         # inputs_embeds, document_ids, output_hidden_states, … of `CrammedBertModel`
-    )->MaskedLMOutput:                    # logits (B, T, V), or (B, k, V) with masked_positions; None with labels and loss_chunk_size
-        out = self.model(input_ids, attention_mask=attention_mask, **kwargs)
+        input_ids: Tensor | None = None,  # (B, T)
+        attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
+        token_type_ids: Tensor | None = None,  # taken and ignored
+        position_ids: Tensor | None = None,  # refused
+        inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
+        labels: Tensor | None = None,  # (B, T), -100 where nothing is asked
+        masked_positions: Tensor | None = None,  # (B, k): decode these columns only
+        document_ids: Tensor | None = None,  # (B, T): tokens see those of their own number only
+        **kwargs,  # output_hidden_states, …
+    ) -> outputs.MaskedLMOutput:  # logits (B, T, V) or (B, k, V), None where the loss is chunked
+        given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
+        out = self.model(input_ids, attention_mask, document_ids=document_ids, **given, **kwargs)
         hidden = out.last_hidden_state
         if masked_positions is not None:
-            hidden = hidden.gather(1, masked_positions[..., None].expand(-1, -1, hidden.shape[-1]))   # (B, k, D)
+            place = masked_positions[..., None].expand(-1, -1, hidden.shape[-1])
+            hidden = hidden.gather(1, place)  # (B, k, D)
             labels = labels.gather(1, masked_positions) if labels is not None else None
-        hidden = self.head(hidden)
-        if labels is None: loss, logits = None, self.decoder(hidden)
-        else: loss, logits = linear_cross_entropy(hidden.flatten(0, 1), self.decoder, labels.flatten(), self.loss_chunk_size)
-        logits = logits if logits is None else logits.view(*hidden.shape[:2], -1)
-        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states, attentions=out.attentions)
+        hidden, loss = self.head(hidden), None
+        if labels is None:
+            logits = self.decoder(hidden)
+        else:
+            flat, chunk = hidden.flatten(0, 1), self.loss_chunk_size
+            loss, logits = linear_cross_entropy(flat, self.decoder, labels.flatten(), chunk)
+            logits = None if logits is None else logits.view(*hidden.shape[:2], -1)
+        seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
+        return outputs.MaskedLMOutput(loss=loss, logits=logits, **seen)
 
-# %% ../nbs/07_mlm.ipynb #4c84d7a4
+# %% ../nbs/07_mlm.ipynb #6098f7f2
 def build_model(
-    arch:Arch,              # the recipe's model
-    vocab_size:int,         # V
-    pad_token_id:int=0,     # of the tokenizer
-    attn_implementation:str='sdpa',  # 'sdpa', 'eager', 'flash_attention_2', 'flex_attention'
-    loss_chunk_size:int=0,  # rows of logits held at once (0: all)
-)->nn.Module:               # a masked language model of transformers
-    "A fresh masked language model; draw its weights after `torch.manual_seed`. Raises CramError for what transformers' BERT cannot do."
-    values = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch) if f.name != 'model_type'}
-    if arch.model_type == 'crammed_bert': config, cls = CrammedBertConfig(vocab_size=vocab_size, pad_token_id=pad_token_id, **values), CrammedBertForMaskedLM
-    elif loss_chunk_size: raise CramError(f"loss_chunk_size={loss_chunk_size} needs model_type=crammed_bert: transformers' BERT holds all logits.")
-    else:
-        names = ('hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size', 'max_position_embeddings', 'type_vocab_size',
-                 'initializer_range', 'hidden_dropout_prob', 'attention_probs_dropout_prob', 'hidden_act')
-        config, cls = BertConfig(vocab_size=vocab_size, pad_token_id=pad_token_id, layer_norm_eps=arch.norm_eps, **{n: values[n] for n in names}), BertForMaskedLM
-    config._attn_implementation = attn_implementation
-    model = cls(config)
-    if loss_chunk_size: model.loss_chunk_size = loss_chunk_size
+    arch: Arch,  # the recipe's model
+    vocab_size: int,  # V
+    pad_token_id: int = 0,  # of the tokenizer
+    attn_implementation: str = 'sdpa',  # 'sdpa', 'eager', 'flash_attention_2', 'flex_attention'
+    loss_chunk_size: int = 0,  # rows of logits held at once (0: all)
+) -> nn.Module:  # a masked language model of transformers
+    "A fresh model; draw its weights after `torch.manual_seed`. Raises CramError."
+    check_arch(arch)
+    given = dict(vocab_size=vocab_size, pad_token_id=pad_token_id)
+    given |= dict(attn_implementation=attn_implementation)
+    if arch.model_type == 'bert':
+        if loss_chunk_size:
+            problem = f"loss_chunk_size={loss_chunk_size} needs model_type=crammed_bert"
+            raise CramError(f"{problem}: transformers' BERT holds all logits.")
+        given |= {name: getattr(arch, name) for name in BERT_READS if name in vars(BertConfig())}
+        return BertForMaskedLM(BertConfig(layer_norm_eps=arch.norm_eps, **given))
+    given |= {name: getattr(arch, name) for name in CHOICES}
+    model = CrammedBertForMaskedLM(CrammedBertConfig(**given))
+    model.loss_chunk_size = loss_chunk_size
     return model
 
-# %% ../nbs/07_mlm.ipynb #45604b6a
+# %% ../nbs/07_mlm.ipynb #7a4aba89
 def count_parameters(
-    model:nn.Module,        # any, also on the meta device
-)->int:                     # each tied matrix once
+    model: nn.Module,  # any, also on the meta device
+) -> int:  # each tied matrix once
     "The number of trainable numbers."
     return sum(p.numel() for p in model.parameters())
 
-# %% ../nbs/07_mlm.ipynb #55d7a1ab
+# %% ../nbs/07_mlm.ipynb #2caed8fa
 def flops_per_token(
-    arch:Arch,              # the recipe's model
-    vocab_size:int,         # V
-    seq_length:int,         # T
-    mlm_probability:float,  # share of tokens that reach the decoder
-)->float:                   # forward and backward, multiply and add counted apart
-    "Arithmetic of one training token: matrices, attention, decoder on the hidden share. Norms, softmax and additions are left out."
-    D, F_, L = arch.hidden_size, arch.intermediate_size, arch.num_hidden_layers
-    narrow = F_//2 if arch.hidden_act in ('geglu', 'swiglu') else F_
-    layer = 2*(4*D*D + D*F_ + narrow*D) + 4*seq_length*D
-    share = mlm_probability if arch.model_type == 'crammed_bert' else 1.0
-    head = 2*D*vocab_size + (2*D*D if arch.head_transform != 'none' or arch.model_type == 'bert' else 0)
-    return 3*(L*layer + share*head)
+    arch: Arch,  # the recipe's model
+    vocab_size: int,  # V
+    seq_length: int,  # T
+    mlm_probability: float,  # share of tokens that reach the decoder
+) -> float:  # forward and backward, multiply and add counted apart
+    "Arithmetic of one training token: matrices, attention, decoder on the hidden share."
+    D, wide, bert = arch.hidden_size, arch.intermediate_size, arch.model_type == 'bert'
+    narrow = wide // 2 if arch.hidden_act in GATED else wide
+    layer = 2 * (4 * D * D + D * wide + narrow * D) + 4 * seq_length * D
+    head = 2 * D * vocab_size
+    if bert or arch.head_transform != 'none':
+        head += 2 * D * D
+    return 3 * (arch.num_hidden_layers * layer + (1.0 if bert else mlm_probability) * head)
 
-# %% ../nbs/07_mlm.ipynb #3d4b4b01
+# %% ../nbs/07_mlm.ipynb #9c3028ce
 def pool(
-    hidden:Tensor,          # (B, T, D)
-    attention_mask:Tensor|None,  # (B, T), 1 where there is a token
-    how:str,                # 'first', 'mean', 'max', or 'mean-with-padding' (the original's)
-)->Tensor:                  # (B, D); zeros for a text without tokens
-    "One vector for a text. Padding counts only where the name says so. Raises CramError for a mask that does not say which tokens are there."
-    if how == 'first': return hidden[:, 0]
-    if how == 'mean-with-padding' or attention_mask is None: return hidden.amax(1) if how == 'max' else hidden.mean(1)
-    if attention_mask.ndim != 2: raise CramError(f"classifier_pooling={how} needs a mask of (B, T), not of {attention_mask.ndim} axes: choose first.")
+    hidden: Tensor,  # (B, T, D)
+    attention_mask: Tensor | None,  # (B, T), 1 where there is a token
+    how: str,  # 'first', 'mean', 'max', or 'mean-with-padding' (the original's)
+) -> Tensor:  # (B, D); zeros for a text without tokens
+    "One vector for a text; padding counts only where the name says so. Raises CramError."
+    if how == 'first':
+        return hidden[:, 0]
+    if how == 'mean-with-padding' or attention_mask is None:
+        return hidden.amax(1) if how == 'max' else hidden.mean(1)
+    if attention_mask.ndim != 2:
+        asked = f"classifier_pooling={how} needs a mask of (B, T)"
+        raise CramError(f"{asked}, not of {attention_mask.ndim} axes: choose first.")
     mask = attention_mask[..., None].bool()
-    if how == 'max': return hidden.masked_fill(~mask, torch.finfo(hidden.dtype).min).amax(1) * mask.any(1)
-    return (hidden*mask).sum(1) / mask.sum(1).clamp(min=1)
+    if how == 'max':
+        return hidden.masked_fill(~mask, torch.finfo(hidden.dtype).min).amax(1) * mask.any(1)
+    return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
 
-# %% ../nbs/07_mlm.ipynb #508a7bf5
+# %% ../nbs/07_mlm.ipynb #7ca1dc58
 class Classifier(nn.Module):
     "The original's head: dense with bias, tanh, dropout, linear."
+
     def __init__(self, config):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.classifier_hidden_size)
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.out = nn.Linear(config.classifier_hidden_size, config.num_labels)
 
-    def forward(self, x:Tensor)->Tensor:  # (…, D) -> (…, n)
+    def forward(self, x: Tensor) -> Tensor:  # (…, D) -> (…, n)
         return self.out(self.dropout(torch.tanh(self.dense(x))))
 
-# %% ../nbs/07_mlm.ipynb #2d70232f
+# %% ../nbs/07_mlm.ipynb #dcc3e752
 def task_loss(
-    logits:Tensor,          # (B, n)
-    labels:Tensor,          # (B,) classes; (B, n) zeros and ones in float for several labels at once; (B,) or (B, n) values for regression
-    problem_type:str|None=None,  # transformers' name of the task; None: one output is regression, float labels several labels at once, else classes
-)->Tensor:                  # scalar
-    "Squared error, cross-entropy, or binary cross-entropy."
-    kind = problem_type or ('regression' if logits.shape[-1] == 1 else 'multi_label_classification' if labels.is_floating_point() else 'single_label_classification')
-    if kind == 'regression': return F.mse_loss(logits.float().flatten(), labels.float().flatten())
-    if kind == 'multi_label_classification': return F.binary_cross_entropy_with_logits(logits.float(), labels.float())
+    logits: Tensor,  # (B, n)
+    labels: Tensor,  # (B,) classes, (B, n) zeros and ones in float, or values for regression
+    problem_type: str | None = None,  # transformers' name of the task; None: by shape and dtype
+) -> Tensor:  # scalar
+    "Squared error, cross-entropy, or binary cross-entropy for several labels at once."
+    if problem_type is None and logits.shape[-1] == 1:
+        problem_type = 'regression'
+    if problem_type is None and labels.is_floating_point():
+        problem_type = 'multi_label_classification'
+    if problem_type == 'regression':
+        return F.mse_loss(logits.float().flatten(), labels.float().flatten())
+    if problem_type == 'multi_label_classification':
+        return F.binary_cross_entropy_with_logits(logits.float(), labels.float())
     return F.cross_entropy(logits.float(), labels.flatten())
 
-# %% ../nbs/07_mlm.ipynb #a107a2bf
+# %% ../nbs/07_mlm.ipynb #f1r57w0r
+def _warn_of_first_words(input_ids):  # (B, T)
+    "Pooling the first place is meant for [CLS]: warn where texts begin with different tokens."
+    if torch.compiler.is_compiling() or input_ids.is_meta:
+        return
+    if (input_ids[:, 0] != input_ids[0, 0]).any():
+        remedy = 'encode them as pairs, train with data.include_cls=true, or choose mean'
+        place = "classifier_pooling=first: the first word is pooled, for these texts do not begin"
+        warnings.warn(f"{place} with [CLS]: {remedy}.", stacklevel=3)
+
+# %% ../nbs/07_mlm.ipynb #e44e277d
 class CrammedBertForSequenceClassification(CrammedBertPreTrainedModel):
-    "The encoder with a head for whole texts; `num_labels=1` is regression, and `problem_type` in the configuration says the rest."
-    def __init__(self, config:CrammedBertConfig):
+    "The encoder with a head for whole texts; `num_labels=1` is regression."
+
+    def __init__(self, config: CrammedBertConfig):
         super().__init__(config)
         self.model, self.classifier = CrammedBertModel(config), Classifier(config)
+        self.first_batch = True
         self.post_init()
 
     @can_return_tuple
     def forward(
         self,
-        input_ids:Tensor|None=None,       # (B, T)
-        attention_mask:Tensor|None=None,  # (B, T)
-        labels:Tensor|None=None,          # as `task_loss` takes them
+        input_ids: Tensor | None = None,  # (B, T)
+        attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
+        token_type_ids: Tensor | None = None,  # taken and ignored
+        position_ids: Tensor | None = None,  # refused
+        inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
+        labels: Tensor | None = None,  # as `task_loss` takes them
+        document_ids: Tensor | None = None,  # (B, T): tokens see those of their own number only
         **kwargs,
-    )->SequenceClassifierOutput:          # logits (B, num_labels)
-        out = self.model(input_ids, attention_mask=attention_mask, **kwargs)
-        logits = self.classifier(pool(out.last_hidden_state, attention_mask, self.config.classifier_pooling))
+    ) -> outputs.SequenceClassifierOutput:  # logits (B, num_labels)
+        given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
+        out = self.model(input_ids, attention_mask, document_ids=document_ids, **given, **kwargs)
+        how = self.config.classifier_pooling
+        if how == 'first' and self.first_batch and input_ids is not None:
+            self.first_batch = False  # looking makes a GPU wait: once is enough
+            _warn_of_first_words(input_ids)
+        logits = self.classifier(pool(out.last_hidden_state, attention_mask, how))
         loss = None if labels is None else task_loss(logits, labels, self.config.problem_type)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states, attentions=out.attentions)
+        seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
+        return outputs.SequenceClassifierOutput(loss=loss, logits=logits, **seen)
 
-# %% ../nbs/07_mlm.ipynb #8f121720
+# %% ../nbs/07_mlm.ipynb #8a4e63c5
 class CrammedBertForTokenClassification(CrammedBertPreTrainedModel):
     "The encoder with a head for each token."
-    def __init__(self, config:CrammedBertConfig):
+
+    def __init__(self, config: CrammedBertConfig):
         super().__init__(config)
         self.model, self.classifier = CrammedBertModel(config), Classifier(config)
         self.post_init()
@@ -206,20 +271,34 @@ class CrammedBertForTokenClassification(CrammedBertPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids:Tensor|None=None,       # (B, T)
-        attention_mask:Tensor|None=None,  # (B, T)
-        labels:Tensor|None=None,          # (B, T), -100 where nothing is asked
+        input_ids: Tensor | None = None,  # (B, T)
+        attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
+        token_type_ids: Tensor | None = None,  # taken and ignored
+        position_ids: Tensor | None = None,  # refused
+        inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
+        labels: Tensor | None = None,  # (B, T), -100 where nothing is asked
+        document_ids: Tensor | None = None,  # (B, T): tokens see those of their own number only
         **kwargs,
-    )->TokenClassifierOutput:             # logits (B, T, num_labels)
-        out = self.model(input_ids, attention_mask=attention_mask, **kwargs)
-        logits = self.classifier(out.last_hidden_state)
-        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states, attentions=out.attentions)
+    ) -> outputs.TokenClassifierOutput:  # logits (B, T, num_labels)
+        given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
+        out = self.model(input_ids, attention_mask, document_ids=document_ids, **given, **kwargs)
+        logits, loss = self.classifier(out.last_hidden_state), None
+        if labels is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
+        return outputs.TokenClassifierOutput(loss=loss, logits=logits, **seen)
 
-# %% ../nbs/07_mlm.ipynb #ac5ba033
+# %% ../nbs/07_mlm.ipynb #d59e8a85
 def register():
-    "Make the Auto classes of transformers know our model type; called once, by `import cramnb`."
-    AutoConfig.register('crammed_bert', CrammedBertConfig)
-    for auto, ours in ((AutoModel, CrammedBertModel), (AutoModelForMaskedLM, CrammedBertForMaskedLM),
-                       (AutoModelForSequenceClassification, CrammedBertForSequenceClassification),
-                       (AutoModelForTokenClassification, CrammedBertForTokenClassification)): auto.register(CrammedBertConfig, ours)
+    "Make the Auto classes of transformers know our models; twice is fine."
+    AutoConfig.register('crammed_bert', CrammedBertConfig, exist_ok=True)
+    for auto, ours in (
+        (transformers.AutoModel, CrammedBertModel),
+        (transformers.AutoModelForMaskedLM, CrammedBertForMaskedLM),
+        (transformers.AutoModelForSequenceClassification, CrammedBertForSequenceClassification),
+        (transformers.AutoModelForTokenClassification, CrammedBertForTokenClassification),
+    ):
+        auto.register(CrammedBertConfig, ours, exist_ok=True)
+
+# %% ../nbs/07_mlm.ipynb #r3g157e7
+register()

@@ -1,4 +1,6 @@
-"""Every attention kernel answers the same question; what is hidden stays hidden; what cannot run is refused before it starts."""
+"""Every attention kernel answers the same question; what is hidden stays hidden; what cannot run
+is refused before it starts."""
+
 from dataclasses import replace
 
 import pytest
@@ -6,7 +8,8 @@ import torch
 
 from cramnb.attention import check_attention, eager_attention, rotary_tables, rotate
 from cramnb.mlm import build_model
-from cramnb.recipe import CramError, compose, preset
+from cramnb.core import CramError
+from cramnb.recipe import compose, preset
 
 KERNELS = ["eager", "sdpa", "flex_attention"]
 
@@ -14,8 +17,13 @@ KERNELS = ["eager", "sdpa", "flex_attention"]
 def loud(attention: str = "sdpa", arch: str = "tiny-crammed", **changes):
     "A small model whose layers all do something: fresh ones hardly speak."
     torch.manual_seed(0)
-    model = build_model(replace(preset("arch", arch), num_hidden_layers=2, **changes), 300, attn_implementation=attention).eval()
-    for p in model.parameters(): p.data += 0.1*torch.randn_like(p)
+    model = build_model(
+        replace(preset("arch", arch), num_hidden_layers=2, **changes),
+        300,
+        attn_implementation=attention,
+    ).eval()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
     return model
 
 
@@ -33,7 +41,11 @@ def test_kernels_agree(kernel, arch, with_mask):
     ids, mask = padded()
     want, got = loud("eager", arch), loud(kernel, arch)
     given = dict(attention_mask=mask) if with_mask else {}
-    with torch.compiler.set_stance("force_eager"), torch.no_grad(): a, b = want(ids, **given).logits, got(ids, **given).logits   # flex_attention: the mathematics without minutes of compiling
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        a, b = (
+            want(ids, **given).logits,
+            got(ids, **given).logits,
+        )  # flex_attention: the mathematics without minutes of compiling
     torch.testing.assert_close(a[mask.bool()], b[mask.bool()], atol=1e-5, rtol=1e-5)
 
 
@@ -43,21 +55,35 @@ def test_eager_and_sdpa_have_the_same_gradients(with_mask):
     grads = []
     for kernel in ("eager", "sdpa"):
         model = loud(kernel)
-        model(ids, attention_mask=mask if with_mask else None, labels=torch.where(mask.bool(), ids, -100)).loss.backward()
+        model(
+            ids,
+            attention_mask=mask if with_mask else None,
+            labels=torch.where(mask.bool(), ids, -100),
+        ).loss.backward()
         grads.append({n: p.grad for n, p in model.named_parameters()})
-    for name in grads[0]: torch.testing.assert_close(grads[0][name], grads[1][name], atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+    for name in grads[0]:
+        torch.testing.assert_close(
+            grads[0][name],
+            grads[1][name],
+            atol=1e-5,
+            rtol=1e-4,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kernel", ["sdpa", "flex_attention", "flash_attention_2"])
 def test_kernels_agree_on_a_gpu_in_bfloat16(kernel):
-    try: check_attention(kernel, "cuda", "bfloat16")
-    except CramError as e: pytest.skip(str(e))
+    try:
+        check_attention(kernel, "cuda", "bfloat16")
+    except CramError as e:
+        pytest.skip(str(e))
     ids, mask = (t.cuda() for t in padded())
     results = []
     for name in ("eager", kernel):
         model = loud(name).cuda()
-        with torch.autocast("cuda", torch.bfloat16): out = model(ids, attention_mask=mask, labels=torch.where(mask.bool(), ids, -100))
+        with torch.autocast("cuda", torch.bfloat16):
+            out = model(ids, attention_mask=mask, labels=torch.where(mask.bool(), ids, -100))
         out.loss.backward()
         results.append((out.loss.item(), [p.grad.norm().item() for p in model.parameters()]))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-2)
@@ -68,7 +94,8 @@ def test_kernels_agree_on_a_gpu_in_bfloat16(kernel):
 def test_what_is_under_the_mask_changes_nothing(kernel):
     ids, mask = padded()
     model, other = loud(kernel), torch.where(mask.bool(), ids, torch.randint(5, 300, ids.shape))
-    with torch.compiler.set_stance("force_eager"), torch.no_grad(): a, b = model(ids, attention_mask=mask).logits, model(other, attention_mask=mask).logits
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        a, b = model(ids, attention_mask=mask).logits, model(other, attention_mask=mask).logits
     assert torch.equal(a[mask.bool()], b[mask.bool()])
     assert not torch.equal(a[~mask.bool()], b[~mask.bool()])
 
@@ -80,9 +107,16 @@ def test_a_mask_of_ones_is_no_mask_and_a_row_of_padding_is_no_accident(kernel):
     empty = mask.clone()
     empty[2] = 0
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
-        torch.testing.assert_close(model(ids, attention_mask=torch.ones_like(mask)).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            model(ids, attention_mask=torch.ones_like(mask)).logits,
+            model(ids).logits,
+            atol=1e-5,
+            rtol=1e-5,
+        )
         out = model(ids, attention_mask=empty).logits
-        torch.testing.assert_close(out[0], model(ids, attention_mask=mask).logits[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            out[0], model(ids, attention_mask=mask).logits[0], atol=1e-5, rtol=1e-5
+        )
     assert out.isfinite().all()
 
 
@@ -99,27 +133,47 @@ def test_a_row_of_padding_spoils_no_gradient():
 @pytest.mark.parametrize("position", ["rotary", "none"])
 def test_documents_of_one_row_do_not_see_each_other(kernel, position):
     ids, _ = padded()
-    documents = torch.tensor([0]*7 + [1]*13).expand(3, -1)
-    model, other = loud(kernel, position_embedding_type=position), torch.cat([torch.randint(5, 300, (3, 7)), ids[:, 7:]], 1)
+    documents = torch.tensor([0] * 7 + [1] * 13).expand(3, -1)
+    model, other = (
+        loud(kernel, position_embedding_type=position),
+        torch.cat([torch.randint(5, 300, (3, 7)), ids[:, 7:]], 1),
+    )
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
-        together, changed = model(ids, document_ids=documents).logits, model(other, document_ids=documents).logits
+        together, changed = (
+            model(ids, document_ids=documents).logits,
+            model(other, document_ids=documents).logits,
+        )
         alone = model(ids[:, 7:]).logits
-    assert torch.equal(together[:, 7:], changed[:, 7:]) and not torch.equal(together[:, :7], changed[:, :7])
-    torch.testing.assert_close(together[:, 7:], alone, atol=1e-4, rtol=1e-4)    # rotary: positions run on, distances do not change
+    assert torch.equal(together[:, 7:], changed[:, 7:]) and not torch.equal(
+        together[:, :7], changed[:, :7]
+    )
+    torch.testing.assert_close(
+        together[:, 7:], alone, atol=1e-4, rtol=1e-4
+    )  # rotary: positions run on, distances do not change
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_masks_of_three_and_four_axes(kernel):
     ids, mask = padded()
-    model, pairs = loud(kernel), mask[:, None] * mask[:, :, None]        # (B, T, T)
-    added = torch.zeros(3, 1, 20, 20).masked_fill(mask[:, None, None] == 0, torch.finfo(torch.float32).min)
+    model, pairs = loud(kernel), mask[:, None] * mask[:, :, None]  # (B, T, T)
+    added = torch.zeros(3, 1, 20, 20).masked_fill(
+        mask[:, None, None] == 0, torch.finfo(torch.float32).min
+    )
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
         want = model(ids, attention_mask=mask).logits
         for given in (pairs, pairs[:, None], pairs.bool()[:, None], added):
-            torch.testing.assert_close(model(ids, attention_mask=given).logits[mask.bool()], want[mask.bool()], atol=1e-5, rtol=1e-5)
-        one = model(ids, attention_mask=mask, document_ids=torch.zeros_like(mask)).logits       # one document: padding alone
+            torch.testing.assert_close(
+                model(ids, attention_mask=given).logits[mask.bool()],
+                want[mask.bool()],
+                atol=1e-5,
+                rtol=1e-5,
+            )
+        one = model(
+            ids, attention_mask=mask, document_ids=torch.zeros_like(mask)
+        ).logits  # one document: padding alone
         torch.testing.assert_close(one[mask.bool()], want[mask.bool()], atol=1e-5, rtol=1e-5)
-        with pytest.raises(CramError, match="document_ids"): model(ids, attention_mask=added, document_ids=mask)
+        with pytest.raises(CramError, match="document_ids"):
+            model(ids, attention_mask=added, document_ids=mask)
 
 
 def test_attention_dropout_is_for_training_alone():
@@ -137,9 +191,20 @@ def test_rotary_sees_distance_and_nothing_else():
     torch.manual_seed(0)
     q, k = torch.randn(32), torch.randn(32)
     tables = rotary_tables(64, 32, 10000.0, torch.device("cpu"))
-    dots = rotate(q.expand(1, 1, 64, 32), *tables)[0, 0] @ rotate(k.expand(1, 1, 64, 32), *tables)[0, 0].T
-    for distance in (-40, -1, 0, 1, 7, 40): torch.testing.assert_close(dots.diagonal(distance), dots.diagonal(distance)[:1].expand(64 - abs(distance)), atol=1e-4, rtol=1e-4)
-    assert dots[0].std() > 0.5        # and distance it does see: the original's rotary passed the first line by doing nothing
+    dots = (
+        rotate(q.expand(1, 1, 64, 32), *tables)[0, 0]
+        @ rotate(k.expand(1, 1, 64, 32), *tables)[0, 0].T
+    )
+    for distance in (-40, -1, 0, 1, 7, 40):
+        torch.testing.assert_close(
+            dots.diagonal(distance),
+            dots.diagonal(distance)[:1].expand(64 - abs(distance)),
+            atol=1e-4,
+            rtol=1e-4,
+        )
+    assert (
+        dots[0].std() > 0.5
+    )  # and distance it does see: the original's rotary passed the first line by doing nothing
     assert abs(dots[0, 1] - dots[1, 0]) > 1e-3
 
 
@@ -149,15 +214,19 @@ def test_query_and_key_norms_bound_the_scores():
         model = loud("eager", qk_norm=qk_norm)
         module = model.model.layers[0].attention
         for name, p in module.named_parameters():
-            if "_norm" in name: p.data.fill_(1.0)
+            if "_norm" in name:
+                p.data.fill_(1.0)
         module.qkv.weight.data *= 1000
         seen = {}
 
         def spy(*args, **kwargs):
-            seen["scores"] = (args[1] @ args[2].transpose(-1, -2) * kwargs["scaling"]).abs().max().item()
+            seen["scores"] = (
+                (args[1] @ args[2].transpose(-1, -2) * kwargs["scaling"]).abs().max().item()
+            )
             return eager_attention(*args, **kwargs)
 
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         ALL_ATTENTION_FUNCTIONS["spy"] = spy
         module.config._attn_implementation = "spy"
         module(model.model.embeddings(ids))
@@ -165,29 +234,44 @@ def test_query_and_key_norms_bound_the_scores():
         assert (seen["scores"] <= 32**0.5 + 1e-3) == bounded
 
 
-@pytest.mark.parametrize("given, answer", [
-    (("flash_attention_2", "cpu", "bfloat16"), "not cpu and bfloat16: choose sdpa"), (("flash_attention_2", "cuda", "float32"), "float32: choose sdpa"),
-    (("flex_attention", "cpu", "float32"), "no backward pass: choose sdpa"), (("flex_attention", "cuda", "bfloat16", 0.1), "attention_probs_dropout_prob=0, or choose sdpa")])
+@pytest.mark.parametrize(
+    "given, answer",
+    [
+        (("flash_attention_2", "cpu", "bfloat16"), "not cpu and bfloat16. Or choose sdpa"),
+        (("flash_attention_2", "cuda", "float32"), "float32. Or choose sdpa"),
+        (("flex_attention", "cpu", "float32"), "no backward pass. Or choose sdpa"),
+        (
+            ("flex_attention", "cuda", "bfloat16", 0.1),
+            "attention_probs_dropout_prob=0. Or choose sdpa",
+        ),
+    ],
+)
 def test_kernels_that_would_fail_in_the_first_batch(given, answer):
-    with pytest.raises(CramError, match=answer): check_attention(*given)
+    with pytest.raises(CramError, match=answer):
+        check_attention(*given)
 
 
 def test_flash_attention_without_its_package(monkeypatch):
     import cramnb.attention
+
     monkeypatch.setattr(cramnb.attention, "is_flash_attn_2_available", lambda: False)
-    with pytest.raises(CramError, match=r"pip install cramnb\[flash\]"): check_attention("flash_attention_2", "cuda", "bfloat16")
+    with pytest.raises(CramError, match=r"pip install cramnb\[flash\]"):
+        check_attention("flash_attention_2", "cuda", "bfloat16")
     monkeypatch.setattr(cramnb.attention, "is_flash_attn_2_available", lambda: True)
     check_attention("flash_attention_2", "cuda", "bfloat16")
 
 
 def test_an_unknown_kernel_is_named():
-    with pytest.raises(CramError, match="flash_attention.*Did you mean 'flash_attention_2'"): compose(["impl.attn_implementation=flash_attention"])
+    with pytest.raises(CramError, match="flash_attention.*Did you mean 'flash_attention_2'"):
+        compose(["impl.attn_implementation=flash_attention"])
 
 
 def test_flash_attention_takes_padding_and_nothing_more():
     from cramnb.encoder import CrammedBertConfig, mask_for
+
     config = CrammedBertConfig()
     config._attn_implementation = "flash_attention_2"
     x, mask = torch.zeros(2, 4, 8), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    assert mask_for(config, x, mask).shape == (2, 4)        # the lengths: transformers unpads the rows
-    with pytest.raises(CramError, match="choose sdpa"): mask_for(config, x, mask, document_ids=mask)
+    assert mask_for(config, x, mask).shape == (2, 4)  # the lengths: transformers unpads the rows
+    with pytest.raises(CramError, match="choose attn_implementation=sdpa"):
+        mask_for(config, x, mask, document_ids=mask)
