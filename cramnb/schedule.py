@@ -1,6 +1,9 @@
 """Learning rate and batch size as functions of the share of the day that is spent
 
-Learning rate and batch size as functions of the share of the budget that is spent. `lr_factor` gives sixteen shapes that never go below zero, under every name the original has for them, and agrees with it to four digits. `batch_size_at` grows the batch in whole passes, and `microbatches` cuts a batch into passes whose sizes sum to it.
+Learning rate and batch size as functions of the share of the budget that is spent. `lr_factor`
+gives sixteen shapes that never go below zero, under every name the original has for them, and
+eleven of them agree with it to four digits. `batch_size_at` grows the batch in whole passes, and
+`microbatches` cuts a batch into passes whose sizes sum to it.
 
 Docs: https://cramnb.github.io/cramnb/schedule.html.md"""
 
@@ -9,110 +12,145 @@ Docs: https://cramnb.github.io/cramnb/schedule.html.md"""
 # %% auto #0
 __all__ = ['SCHEDULES', 'SPELLINGS', 'schedule_name', 'lr_factor', 'batch_size_at', 'microbatches']
 
-# %% ../nbs/10_schedule.ipynb #9c3e56e5
+# %% ../nbs/10_schedule.ipynb #8a9c44af
 import math
 
-from .recipe import CramError, nearest
+from .core import CramError, nearest
+from .fields import check_value
 
-# %% ../nbs/10_schedule.ipynb #4cbf4705
+# %% ../nbs/10_schedule.ipynb #b6b1787e
 def _warm(x, w):
     "Straight up to 1 at w."
-    return x/w if x < w else 1.0
+    return x / w if x < w else 1.0
 
+# %% ../nbs/10_schedule.ipynb #48202890
 def _fall(x, c):
     "1 until the last share c, then straight down to 0."
-    return min(1.0, (1-x)/c) if c else float(x < 1)
+    return min(1.0, (1 - x) / c) if c else float(x < 1)
 
+# %% ../nbs/10_schedule.ipynb #05a9621a
 def _triangle(x, base, peak):
     "From `base` up to 1 at `peak`, then down to 0."
-    return min(base + x*(1-base)/peak, (1-x)/(1-peak))
+    return min(base + x * (1 - base) / peak, (1 - x) / (1 - peak))
 
+# %% ../nbs/10_schedule.ipynb #2a43d374
 def _after(x, w):
     "The share of the time after warm-up."
-    return min(max((x-w)/(1-w), 0.0), 1.0) if w < 1 else float(x >= 1)
+    return min(max((x - w) / (1 - w), 0.0), 1.0) if w < 1 else float(x >= 1)
 
-# %% ../nbs/10_schedule.ipynb #d89a45e1
+# %% ../nbs/10_schedule.ipynb #96261b75
 def _cosine(x, w):
     "Up to 1 at w, then down to 0 along half a cosine."
-    return _warm(x, w) if x < w else (1 + math.cos(math.pi*_after(x, w)))/2
+    return _warm(x, w) if x < w else (1 + math.cos(math.pi * _after(x, w))) / 2
 
+# %% ../nbs/10_schedule.ipynb #8afed156
 def _annealing(x, w, cycles=4):
     "Half-cosines, one after the other; each starts again at 1."
-    if x < w or w == 1: return _warm(x, w)
-    return (1 + math.cos(math.pi*math.fmod(round(cycles*(x-w)/(1-w), 9), 1.0)))/2     # rounded: a cycle must not begin late by the last bit
+    if x < w or w == 1:
+        return _warm(x, w)
+    turn = round(cycles * (x - w) / (1 - w), 9)  # a cycle must not begin late by the last bit
+    return (1 + math.cos(math.pi * math.fmod(turn, 1.0))) / 2
 
+# %% ../nbs/10_schedule.ipynb #d7b72b5e
 def _inverse_sqrt(x, w, c):
     "Falls like 1/√x after warm-up, then straight to 0."
-    w = w or 1e-3      # the original divides by zero without warm-up
-    shape = lambda x: _warm(x, w) if x < w else math.sqrt(w/x)
-    return shape(x) if x <= 1-c else shape(1-c)*_fall(x, c)
+    w = w or 1e-3  # the original divides by zero without warm-up
+    at = min(x, 1 - c)
+    height = _warm(at, w) if at < w else math.sqrt(w / at)
+    return height if x <= 1 - c else height * _fall(x, c)
 
-# %% ../nbs/10_schedule.ipynb #93a6f0ba
+# %% ../nbs/10_schedule.ipynb #8e51f658
+def _trapezoid(x, w, c):
+    "Up, level, down (as in WSD: warm up, stay, decay)."
+    return min(_warm(x, w), _fall(x, c) if c else 1.0)
+
+# %% ../nbs/10_schedule.ipynb #0b411bf0
+def _linear(x, w, c):
+    "Up to 1 at w, then straight down."
+    return _warm(x, w) if x < w else 1 - _after(x, w)
+
+# %% ../nbs/10_schedule.ipynb #ab5acf74
 SCHEDULES = {
-    'budget-triangle1':   lambda x, w, c: _triangle(x, 0.5, 0.75),
-    'budget-triangle2':   lambda x, w, c: _triangle(x, 0.25, 0.75),
-    'budget-one-cycle':   lambda x, w, c: _triangle(x, 0.0, 0.5),
-    'budget-multi-cycle': lambda x, w, c: _triangle(math.fmod(8*x, 1.0), 0.0, 0.5) if x < 1 else 0.0,
-    'budget-linear':      lambda x, w, c: _warm(x, w) if x < w else 1 - _after(x, w),
-    'budget-polynomial':  lambda x, w, c: _warm(x, w) if x < w else 1 - _after(x, w),
+    'budget-triangle1': lambda x, w, c: _triangle(x, 0.5, 0.75),
+    'budget-triangle2': lambda x, w, c: _triangle(x, 0.25, 0.75),
+    'budget-one-cycle': lambda x, w, c: _triangle(x, 0.0, 0.5),
+    'budget-multi-cycle': lambda x, w, c: _triangle(math.fmod(8 * x, 1.0), 0.0, 0.5) * (x < 1),
+    'budget-linear': _linear,
+    'budget-polynomial': _linear,
     'budget-cosine-decay': lambda x, w, c: _cosine(x, w),
     'budget-cosine-annealing': lambda x, w, c: _annealing(x, w),
-    'budget-inverse-sqrt': lambda x, w, c: _inverse_sqrt(x, w, c),
-    'budget-constant':    lambda x, w, c: min(_warm(x, w), _fall(x, c) if c else 1.0),
-    'budget-ramp':        lambda x, w, c: min(x, 1-c)*(_fall(x, c) if c else 1.0),
-    'budget-inv-cosine':  lambda x, w, c: (1 - math.cos(math.pi*min(x, 1-c)))/2*(_fall(x, c) if c else 1.0),
-    'budget-dive':        lambda x, w, c: _fall(x, 0.5),
-    'budget-dive-slow':   lambda x, w, c: _fall(x, 0.75),
-    'budget-dive-fast':   lambda x, w, c: _fall(x, 0.25),
-    'wsd':                lambda x, w, c: min(_warm(x, w), _fall(x, c) if c else 1.0),
-    'none':               lambda x, w, c: 1.0,
+    'budget-inverse-sqrt': _inverse_sqrt,
+    'budget-constant': _trapezoid,
+    'budget-ramp': lambda x, w, c: min(x, 1 - c) * _trapezoid(x, 0.0, c),
+    'budget-inv-cosine': lambda x, w, c: (1 - _cosine(min(x, 1 - c), 0.0)) * _trapezoid(x, 0.0, c),
+    'budget-dive': lambda x, w, c: _fall(x, 0.5),
+    'budget-dive-slow': lambda x, w, c: _fall(x, 0.75),
+    'budget-dive-fast': lambda x, w, c: _fall(x, 0.25),
+    'wsd': _trapezoid,
+    'none': lambda x, w, c: 1.0,
 }
-SPELLINGS = dict(cosine='budget-cosine-decay', cosine_with_restarts='budget-cosine-decay', polynomial='budget-polynomial', constant_with_warmup='budget-constant')
 
-# %% ../nbs/10_schedule.ipynb #3313cf63
+# %% ../nbs/10_schedule.ipynb #f98af543
+SPELLINGS = dict(
+    cosine='budget-cosine-decay',
+    cosine_with_restarts='budget-cosine-decay',
+    polynomial='budget-polynomial',
+    constant_with_warmup='budget-constant',
+)
+
+# %% ../nbs/10_schedule.ipynb #f4a85d09
 def schedule_name(
-    name:str,               # as users of the original, or of transformers, type it
-)->str:                     # a key of SCHEDULES
+    name: str,  # as users of the original, or of transformers, type it
+) -> str:  # a key of SCHEDULES
     "One name for each shape. Raises CramError for an unknown one, with the nearest."
     key = SPELLINGS.get(name) or name.lower().replace('_', '-')
-    for k in (key, f'budget-{key}', f"budget-{key.removesuffix('-decay')}", f'{key}-decay', key.removeprefix('budget-')):
-        if k in SCHEDULES: return k
+    bare = key.removeprefix('budget-')
+    short = bare.removesuffix('-decay')
+    for k in (key, f'budget-{bare}', f'budget-{bare}-decay', f'budget-{short}', bare):
+        if k in SCHEDULES:
+            return k
     known = [*SCHEDULES, *(k.removeprefix('budget-') for k in SCHEDULES), *SPELLINGS]
-    raise CramError(f"scheduler={name} is not a schedule: choose from {', '.join(SCHEDULES)}.{nearest(name, known)}")
+    choices = ', '.join(SCHEDULES)
+    message = f"scheduler={name} is not a schedule: choose from {choices}.{nearest(name, known)}"
+    raise CramError(message)
 
-# %% ../nbs/10_schedule.ipynb #92286ffd
+# %% ../nbs/10_schedule.ipynb #e6bcff87
 def lr_factor(
-    name:str,               # one of SCHEDULES, with or without 'budget-' in front
-    x:float,                # elapsed share of the budget; past 1 counts as 1
+    name: str,  # one of SCHEDULES, with or without 'budget-' in front
+    x: float,  # elapsed share of the budget; past 1 counts as 1
     *,
-    warmup:float=0.0,       # share of the budget to warm up
-    cooldown:float=0.0,     # share of the budget to cool down
-)->float:                   # from 0 to 1, times the peak learning rate
-    "The height of a learning-rate schedule (reference: the original's table of schedules). Raises CramError for an unknown name, or shares that cannot be."
+    warmup: float = 0.0,  # share of the budget to warm up
+    cooldown: float = 0.0,  # share of the budget to cool down
+) -> float:  # from 0 to 1, times the peak learning rate
+    "The height of a learning-rate schedule. Raises CramError for what cannot be."
     shape = SCHEDULES[schedule_name(name)]
-    if not (0 <= warmup <= 1 and 0 <= cooldown <= 1 and warmup + cooldown <= 1):
-        raise CramError(f"warmup={warmup} and cooldown={cooldown} are not possible: they are shares of the budget, together 1 at most.")
+    if not 0 <= warmup <= 1 - cooldown <= 1:
+        message = f"warmup={warmup} and cooldown={cooldown} must be shares, together 1 at most."
+        raise CramError(message)
     return max(0.0, shape(min(max(float(x), 0.0), 1.0), warmup, cooldown))
 
-# %% ../nbs/10_schedule.ipynb #4ae0e876
+# %% ../nbs/10_schedule.ipynb #b66eacc5
 def batch_size_at(
-    x:float,                # elapsed share of the budget
+    x: float,  # elapsed share of the budget
     *,
-    batch_size:int,         # sequences per update at full size
-    microbatch_size:int,    # sequences per pass, on all devices together
-    ramp:float,             # share of the budget over which the batch grows; 0: full size from the start
-)->int:                     # sequences of the next update, in whole microbatches until the full size is reached
-    "Grow the batch from one microbatch to the full batch. Raises CramError for sizes that cannot be."
-    if batch_size < 1 or microbatch_size < 1 or ramp < 0: raise CramError(f"batch_size={batch_size}, microbatch_size={microbatch_size}, ramp={ramp}: sizes are at least 1, the ramp at least 0.")
-    if not ramp or x >= ramp: return batch_size
-    steps = math.floor(max(x, 0.0)*batch_size/(ramp*microbatch_size)) + 1
-    return min(steps*microbatch_size, batch_size)
+    batch_size: int,  # sequences per update at full size
+    microbatch_size: int,  # sequences per pass, on all devices together
+    ramp: float,  # share of the budget over which the batch grows; 0: full size from the start
+) -> int:  # sequences of the next update, in whole microbatches until the full size is reached
+    "Grow the batch from one microbatch to the full batch. Raises CramError for what cannot be."
+    for key, size in dict(batch_size=batch_size, microbatch_size=microbatch_size).items():
+        check_value(key, size, dict(low=1))
+    check_value('ramp', ramp, dict(low=0))
+    if not ramp or x >= ramp:
+        return batch_size
+    steps = math.floor(max(x, 0.0) * batch_size / (ramp * microbatch_size)) + 1
+    return min(steps * microbatch_size, batch_size)
 
-# %% ../nbs/10_schedule.ipynb #e1c2e548
+# %% ../nbs/10_schedule.ipynb #806b1388
 def microbatches(
-    batch_size:int,         # sequences of one update
-    microbatch_size:int,    # sequences per pass
-)->list[int]:               # sizes of the passes; they sum to batch_size
-    "Cut a batch into passes. The last one may be smaller: the original ran 86 passes and divided by 85."
+    batch_size: int,  # sequences of one update
+    microbatch_size: int,  # sequences per pass
+) -> list[int]:  # sizes of the passes; they sum to batch_size
+    "Cut a batch into passes. The last one may be smaller."
     full, rest = divmod(batch_size, microbatch_size)
-    return [microbatch_size]*full + [rest]*(rest > 0)
+    return [microbatch_size] * full + [rest] * (rest > 0)

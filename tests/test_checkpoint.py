@@ -1,4 +1,5 @@
 """Stop, kill, damage, resume: a run loses nothing, and what is on disk is whole or not there."""
+
 import errno
 import itertools
 import json
@@ -18,42 +19,78 @@ from conftest import server
 from safetensors.torch import load_file
 
 from cramnb import checkpoint as module
-from cramnb.checkpoint import Keeper, NotSaved, best_checkpoint, checkpoints, damage, load_checkpoint, save_checkpoint
+from cramnb.checkpoint import (
+    CheckpointManager,
+    best_checkpoint,
+    checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    verify,
+)
 from cramnb.masking import mask_tokens, microbatch_generator
 from cramnb.mlm import build_model
-from cramnb.packing import prepare_corpus
-from cramnb.recipe import CramError, compose, preset
+from cramnb.store import prepare_corpus
+from cramnb.core import CramError, DiskFull, fingerprint
+from cramnb.recipe import compose, preset
 from cramnb.train import Stopped, Trainer
 
-ARCH = replace(preset("arch", "tiny"), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
-DATA = 5 + (torch.arange(256)[:, None] + torch.arange(16)) % 12     # rows that count up: easy to learn
+ARCH = replace(
+    preset("arch", "tiny"),
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=64,
+)
+DATA = 5 + (torch.arange(256)[:, None] + torch.arange(16)) % 12  # rows that count up: easy to learn
 
 
-def batches(start, n, number):
-    rows = DATA[torch.arange(start, start+n) % len(DATA)]
-    return mask_tokens(rows, mlm_probability=.25, mask_token_id=4, vocab_size=100, generator=microbatch_generator(0, number))
+def batches(start, n, number, x=0.0):
+    rows = DATA[torch.arange(start, start + n) % len(DATA)]
+    return mask_tokens(
+        rows,
+        mlm_probability=0.25,
+        mask_token_id=4,
+        vocab_size=100,
+        generator=microbatch_generator(0, number),
+    )
 
 
 def trainer(seed=0, clock=None, should_stop=lambda: False, budget=1.0, **changes) -> Trainer:
     torch.manual_seed(seed)
-    train = replace(preset("train", "tiny"), **dict(batch_size=16, progress="updates", max_updates=20) | changes)
-    return Trainer(build_model(ARCH, 100), train, batches, budget=budget, microbatch_size=8, clock=clock or itertools.count().__next__, should_stop=should_stop)
+    train = replace(
+        preset("train", "tiny"), **dict(batch_size=16, progress="updates", max_updates=20) | changes
+    )
+    return Trainer(
+        build_model(ARCH, 100),
+        train,
+        batches,
+        budget=budget,
+        microbatch_size=8,
+        clock=clock or itertools.count().__next__,
+        should_stop=should_stop,
+    )
 
 
-def weights(t) -> torch.Tensor: return torch.cat([p.detach().flatten() for p in t.model.parameters()])
+def weights(t) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in t.model.parameters()])
 
 
 def go(t, until=10**9):
     for row in t.updates():
-        if row["update"] >= until: break
+        if row["update"] >= until:
+            break
     return t
 
 
 # --- what is remembered
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd", "lion", "radam", "adam", "adafactor", "adamw8bit"])
+
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "muon", "sgd", "lion", "radam", "adam", "adafactor", "adamw8bit"]
+)
 def test_every_optimizer_goes_on_from_a_checkpoint_as_if_nothing_had_happened(optimizer, tmp_path):
-    if optimizer == "adamw8bit": pytest.importorskip("bitsandbytes")
+    if optimizer == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
     whole, first = go(trainer(optimizer=optimizer)), go(trainer(optimizer=optimizer), 7)
     save_checkpoint(tmp_path, first)
     second = trainer(seed=1, optimizer=optimizer)
@@ -66,16 +103,27 @@ def test_eight_bit_averages_of_matrices_that_are_large_enough_to_have_them(tmp_p
     monkeypatch.setitem(globals(), "ARCH", replace(ARCH, hidden_size=128, intermediate_size=256))
     make = lambda seed=0: trainer(seed=seed, optimizer="adamw8bit", max_updates=8)
     whole, first = go(make()), go(make(), 4)
-    assert any(v.dtype == torch.uint8 for s in first.optimizer.state.values() for v in s.values() if hasattr(v, "dtype"))
+    assert any(
+        v.dtype == torch.uint8
+        for s in first.optimizer.state.values()
+        for v in s.values()
+        if hasattr(v, "dtype")
+    )
     save_checkpoint(tmp_path, first)
     load_checkpoint(tmp_path, second := make(1))
     assert torch.equal(weights(whole), weights(go(second)))
 
 
 def test_every_random_state_comes_back(tmp_path):
-    draw = lambda: (torch.rand(3).tolist(), np.random.rand(3).tolist(), np.random.randn(), random.random(), random.gauss(0, 1))
+    draw = lambda: (
+        torch.rand(3).tolist(),
+        np.random.rand(3).tolist(),
+        np.random.randn(),
+        random.random(),
+        random.gauss(0, 1),
+    )
     torch.manual_seed(3), np.random.seed(4), random.seed(5)
-    draw()                                     # leaves half a pair of normal numbers behind in numpy and Python
+    draw()  # leaves half a pair of normal numbers behind in numpy and Python
     save_checkpoint(tmp_path, t := trainer())
     want = draw()
     draw()
@@ -96,131 +144,232 @@ def test_the_loss_scaler_and_the_extra_values_come_back(tmp_path):
         t = trainer()
         t.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         return t
+
     t = scaled()
     t.scaler.load_state_dict(t.scaler.state_dict() | dict(scale=2.0, _growth_tracker=5))
     save_checkpoint(tmp_path, t, extra=dict(first_heldout=1.5, recipe=dict(name="x")))
-    assert load_checkpoint(tmp_path, again := scaled()) == dict(first_heldout=1.5, recipe=dict(name="x"))
-    assert again.scaler.state_dict()["scale"] == 2.0 and again.scaler.state_dict()["_growth_tracker"] == 5
+    assert load_checkpoint(tmp_path, again := scaled()) == dict(
+        first_heldout=1.5, recipe=dict(name="x")
+    )
+    assert (
+        again.scaler.state_dict()["scale"] == 2.0
+        and again.scaler.state_dict()["_growth_tracker"] == 5
+    )
 
 
 def test_nothing_is_pickled(tmp_path, monkeypatch):
     made = save_checkpoint(tmp_path, go(trainer(optimizer="adafactor"), 2))
-    assert sorted(p.name for p in made.iterdir()) == ["config.json", "model.safetensors", "optimizer.safetensors", "state.json"]
-    for p in made.glob("*.json"): json.loads(p.read_text())
-    for p in made.glob("*.safetensors"): assert json.loads(p.read_bytes()[8:8+int.from_bytes(p.read_bytes()[:8], "little")])      # a JSON header, then numbers
-    def refuse(*_, **__): raise AssertionError("a pickle was read")
-    for where, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")): monkeypatch.setattr(where, name, refuse)
+    assert sorted(p.name for p in made.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "random.json",
+        "state.json",
+    ]
+    for p in made.glob("*.json"):
+        json.loads(p.read_text())
+    for p in made.glob("*.safetensors"):
+        assert json.loads(
+            p.read_bytes()[8 : 8 + int.from_bytes(p.read_bytes()[:8], "little")]
+        )  # a JSON header, then numbers
+
+    def refuse(*_, **__):
+        raise AssertionError("a pickle was read")
+
+    for where, name in (
+        (torch, "load"),
+        (pickle, "load"),
+        (pickle, "loads"),
+        (pickle, "Unpickler"),
+    ):
+        monkeypatch.setattr(where, name, refuse)
     load_checkpoint(tmp_path, t := trainer(optimizer="adafactor"))
     assert t.state.update == 2
 
 
 def test_hugging_face_reads_a_checkpoint(tmp_path):
     from transformers import AutoModelForMaskedLM
+
     t = go(trainer(), 3)
     model = AutoModelForMaskedLM.from_pretrained(save_checkpoint(tmp_path, t)).eval()
     ids = DATA[:4]
     torch.testing.assert_close(model(ids).logits, t.model.eval()(ids).logits)
 
 
-def test_other_versions_are_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "versions", lambda: dict(torch="1.0"))
-    save_checkpoint(tmp_path, t := trainer())
-    monkeypatch.setattr(module, "versions", lambda: dict(torch="2.0"))
+def rewrite(checkpoint, **changes):
+    "Another state.json, with the fingerprint that belongs to it."
+    state = json.loads((checkpoint / "state.json").read_text()) | changes
+    del state["digest"]
+    (checkpoint / "state.json").write_text(json.dumps(state | dict(digest=fingerprint(state))))
+
+
+def test_other_versions_are_said(tmp_path):
+    rewrite(save_checkpoint(tmp_path, t := trainer()), versions=dict(torch="1.0"))
     told = []
     load_checkpoint(tmp_path, t, told.append)
-    assert len(told) == 1 and "torch 1.0 (now 2.0)" in told[0]
+    assert len(told) == 1 and f"torch 1.0 (now {torch.__version__})" in told[0]
+
+
+def test_a_run_goes_on_with_its_own_corpus_and_no_other(tmp_path):
+    "The recipe may be the same while the text was extended: the same ids then mean other tokens."
+    save_checkpoint(tmp_path, go(trainer(), 2), identity=dict(corpus="cafe", tokenizer="beef"))
+    t = trainer()
+    with pytest.raises(
+        CramError, match="update_00000002 was written with another corpus .cafe, now babe."
+    ) as e:
+        load_checkpoint(tmp_path, t, identity=dict(corpus="babe"))
+    assert "\n" not in str(e.value) and "fresh=True" in str(e.value) and t.state.update == 0
+    assert (
+        load_checkpoint(tmp_path, t, identity=dict(corpus="cafe", tokenizer="beef", more="new"))
+        == {}
+        and t.state.update == 2
+    )
+
+
+def test_the_manager_keeps_the_identity(tmp_path):
+    CheckpointManager(tmp_path, trainer(), identity=dict(corpus="cafe"))()
+    with pytest.raises(CramError, match="another corpus"):
+        load_checkpoint(tmp_path, trainer(), identity=dict(corpus="babe"))
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     save_checkpoint(tmp_path, trainer())
     other = trainer()
     other.model = build_model(replace(ARCH, num_hidden_layers=1), 100)
-    with pytest.raises(CramError, match="another model"): load_checkpoint(tmp_path, other)
+    with pytest.raises(CramError, match="another model"):
+        load_checkpoint(tmp_path, other)
 
 
 # --- damage
 
-def flip(p, at=-3): raw = bytearray(p.read_bytes()); raw[at] ^= 1; p.write_bytes(raw)
+
+def flip(p, at=-3):
+    raw = bytearray(p.read_bytes())
+    raw[at] ^= 1
+    p.write_bytes(raw)
+
+
+def as_folder(p):
+    p.is_file() and p.unlink()
+    p.mkdir(exist_ok=True)
 
 
 DAMAGE = dict(
-    flipped_weights=lambda c: flip(c/"model.safetensors"), flipped_average=lambda c: flip(c/"optimizer.safetensors"), flipped_state=lambda c: flip(c/"state.json", 40),
-    cut=lambda c: os.truncate(c/"optimizer.safetensors", 100), cut_state=lambda c: os.truncate(c/"state.json", 30), empty_file=lambda c: os.truncate(c/"model.safetensors", 0),
-    missing=lambda c: (c/"model.safetensors").unlink(), missing_state=lambda c: (c/"state.json").unlink(), empty_folder=lambda c: [p.unlink() for p in c.iterdir()],
-    no_object=lambda c: (c/"state.json").write_text("[]"), binary=lambda c: (c/"state.json").write_bytes(b"\xff\xfe\x00"))
+    flipped_weights=lambda c: flip(c / "model.safetensors"),
+    flipped_average=lambda c: flip(c / "optimizer.safetensors"),
+    flipped_state=lambda c: flip(c / "state.json", 40),
+    cut=lambda c: os.truncate(c / "optimizer.safetensors", 100),
+    cut_state=lambda c: os.truncate(c / "state.json", 30),
+    empty_file=lambda c: os.truncate(c / "model.safetensors", 0),
+    missing=lambda c: (c / "model.safetensors").unlink(),
+    missing_state=lambda c: (c / "state.json").unlink(),
+    empty_folder=lambda c: [p.unlink() for p in c.iterdir()],
+    file_is_folder=lambda c: as_folder(c / "model.safetensors"),
+    state_is_folder=lambda c: as_folder(c / "state.json"),
+    random_is_gone=lambda c: (c / "random.json").unlink(missing_ok=True),
+    no_object=lambda c: (c / "state.json").write_text("[]"),
+    binary=lambda c: (c / "state.json").write_bytes(b"\xff\xfe\x00"),
+)
 
 
 @pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_newest_falls_back_to_the_one_before_and_says_so(harm, tmp_path):
     t, told = trainer(), []
     for row in t.updates():
-        if row["update"] in (2, 4, 6): save_checkpoint(tmp_path, t, keep=2)
-        if row["update"] == 4: at_four = weights(t)
-        if row["update"] == 6: break
+        if row["update"] in (2, 4, 6):
+            save_checkpoint(tmp_path, t, keep=2)
+        if row["update"] == 4:
+            at_four = weights(t)
+        if row["update"] == 6:
+            break
     assert [c.name for c in checkpoints(tmp_path)] == ["update_00000004", "update_00000006"]
     harm(checkpoints(tmp_path)[-1])
-    assert damage(checkpoints(tmp_path)[-1]) and not damage(checkpoints(tmp_path)[0])
+    assert verify(checkpoints(tmp_path)[-1]) and not verify(checkpoints(tmp_path)[0])
     load_checkpoint(tmp_path, t := trainer(seed=1), told.append)
-    assert t.state.update == 4 and torch.equal(weights(t), at_four) and len(told) == 1 and "update_00000006 is damaged" in told[0]
+    assert (
+        t.state.update == 4
+        and torch.equal(weights(t), at_four)
+        and len(told) == 1
+        and "update_00000006 is damaged" in told[0]
+    )
     go(t, 5)
-    save_checkpoint(tmp_path, t, keep=2)                # the damaged one has the higher number, and goes
+    save_checkpoint(tmp_path, t, keep=2)  # the damaged one has the higher number, and goes
     assert [c.name for c in checkpoints(tmp_path)] == ["update_00000004", "update_00000005"]
-    for c in checkpoints(tmp_path): harm(c)
-    with pytest.raises(CramError, match="All 2 checkpoints .* fresh=True"): load_checkpoint(tmp_path, t, told.append)
+    for c in checkpoints(tmp_path):
+        harm(c)
+    with pytest.raises(CramError, match="All 2 checkpoints .* fresh=True"):
+        load_checkpoint(tmp_path, t, told.append)
 
 
 def test_a_folder_without_checkpoints_is_a_beginning(tmp_path):
-    (tmp_path/"update_00000001").write_text("a file, not a checkpoint")
-    assert load_checkpoint(tmp_path, trainer()) is None and load_checkpoint(tmp_path/"nothing", trainer()) is None
+    (tmp_path / "update_00000001").write_text("a file, not a checkpoint")
+    assert (
+        load_checkpoint(tmp_path, trainer()) is None
+        and load_checkpoint(tmp_path / "nothing", trainer()) is None
+    )
 
 
 # --- which ones stay
 
+
 def test_the_last_ones_and_the_best_stay(tmp_path):
     t, losses = trainer(), {1: 3.0, 2: 2.0, 3: 2.5, 4: None, 5: 2.2, 6: None}
-    keep = Keeper(tmp_path, t, keep=2)
+    keep = CheckpointManager(tmp_path, t, keep=2)
     for row in t.updates():
-        if row["update"] in losses: keep(losses[row["update"]])
+        if row["update"] in losses:
+            keep(losses[row["update"]])
     names = lambda: [int(c.name[7:]) for c in checkpoints(tmp_path)]
     assert names() == [2, 5, 6] and best_checkpoint(tmp_path).name == "update_00000002"
     load_checkpoint(tmp_path, again := trainer())
-    keep = Keeper(tmp_path, again, keep=2)              # a new process remembers which one is the best
+    keep = CheckpointManager(
+        tmp_path, again, keep=2
+    )  # a new process remembers which one is the best
     assert not keep.is_best(2.1) and keep.is_best(1.9) and not keep.is_best(None)
     go(again, 7)
     keep(1.9)
     assert names() == [6, 7] and best_checkpoint(tmp_path).name == "update_00000007"
-    flip(best_checkpoint(tmp_path)/"model.safetensors")
+    flip(best_checkpoint(tmp_path) / "model.safetensors")
     assert best_checkpoint(tmp_path).name == "update_00000006"
-    with pytest.raises(CramError, match="no sound checkpoint"): best_checkpoint(tmp_path/"nothing")
+    with pytest.raises(CramError, match="no sound checkpoint"):
+        best_checkpoint(tmp_path / "nothing")
 
 
 def test_without_keep_best_only_the_last_stay(tmp_path):
     t = trainer()
-    keep = Keeper(tmp_path, t, keep=1, keep_best=False)
+    keep = CheckpointManager(tmp_path, t, keep=1, keep_best=False)
     for row in t.updates():
         assert not keep.is_best(0.1)
         keep(float(row["update"]))
-        if row["update"] == 3: break
+        if row["update"] == 3:
+            break
     assert [c.name for c in checkpoints(tmp_path)] == ["update_00000003"]
 
 
 def test_saving_twice_at_one_update_touches_nothing(tmp_path):
     t = go(trainer(), 2)
-    keep = Keeper(tmp_path, t)
+    keep = CheckpointManager(tmp_path, t)
     made = keep(1.5)
     before = {p.name: p.stat().st_mtime_ns for p in made.iterdir()}
-    assert keep() == made and {p.name: p.stat().st_mtime_ns for p in made.iterdir()} == before and best_checkpoint(tmp_path) == made
+    assert (
+        keep() == made
+        and {p.name: p.stat().st_mtime_ns for p in made.iterdir()} == before
+        and best_checkpoint(tmp_path) == made
+    )
 
 
 # --- a full disk
 
+
 def _on_a_small_disk(folder, queue):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))      # the kernel refuses larger files, as a full disk would
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (50_000, 50_000)
+    )  # the kernel refuses larger files, as a full disk would
     t, told = trainer(), []
     load_checkpoint(folder, t)
-    keep = Keeper(folder, t, say=told.append)
-    for row in t.updates(): keep()
+    keep = CheckpointManager(folder, t, say=told.append)
+    for row in t.updates():
+        keep()
     queue.put((t.state.update, told))
 
 
@@ -232,47 +381,74 @@ def test_a_run_outlives_a_disk_that_is_really_full(tmp_path):
     p.start()
     update, told = queue.get(timeout=60)
     p.join()
-    assert update == 20 and len(told) == 1 and "could not be written" in told[0] and "update_00000003 is kept" in told[0]
-    assert [c.name for c in checkpoints(tmp_path)] == ["update_00000003"] and not damage(checkpoints(tmp_path)[0]) and not list(tmp_path.glob("*.tmp"))
+    assert (
+        update == 20
+        and len(told) == 1
+        and "The disk is full" in told[0]
+        and "update_00000003 is kept" in told[0]
+    )
+    assert (
+        [c.name for c in checkpoints(tmp_path)] == ["update_00000003"]
+        and not verify(checkpoints(tmp_path)[0])
+        and not list(tmp_path.glob("*.tmp"))
+    )
 
 
 def test_a_full_disk_is_told_once_and_again_after_it_had_room(tmp_path, monkeypatch):
     t, told, full = trainer(), [], False
+
     def save_file(*args, **kwargs):
-        if full: raise OSError(errno.ENOSPC, "No space left on device")
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
         return real(*args, **kwargs)
+
     real = module.save_file
     monkeypatch.setattr(module, "save_file", save_file)
-    keep = Keeper(tmp_path, t, say=told.append)
+    keep = CheckpointManager(tmp_path, t, say=told.append)
     for row in t.updates():
         full = row["update"] in (2, 3, 5)
         keep()
-        if row["update"] == 5: break
-    assert len(told) == 2 and all("No space left" in m and "The run goes on" in m for m in told)
+        if row["update"] == 5:
+            break
+    assert len(told) == 2 and all("The disk is full" in m and "The run goes on" in m for m in told)
     assert [c.name for c in checkpoints(tmp_path)] == ["update_00000001", "update_00000004"]
-    with pytest.raises(NotSaved, match="update_00000004 is kept"): keep(must=True)
+    with pytest.raises(DiskFull, match="update_00000005"):
+        keep(must=True)
 
 
 # --- killed
 
+
 def _die_in_call(folder, n):
-    "Save at each update; at the n-th touch of the disk this process is killed by the kernel, half of the file written."
+    """Save at each update; at the n-th touch of the disk this process is killed by the kernel,
+    half of the file written."""
     torch.set_num_threads(1)
     count = itertools.count(1)
+
     def wrap(name, f):
         def wrapped(*args, **kwargs):
             if next(count) == n:
                 if name == "save_file":
                     f(*args, **kwargs)
-                    os.truncate(args[1], os.path.getsize(args[1])//2)
+                    os.truncate(args[1], os.path.getsize(args[1]) // 2)
                 os.kill(os.getpid(), signal.SIGKILL)
             return f(*args, **kwargs)
+
         return wrapped
-    for where, name in ((module, "save_file"), (module, "write_json"), (module, "sha256"), (module, "_flush"), (os, "replace"), (shutil, "rmtree"), (os, "fsync")):
+
+    for where, name in (
+        (module, "save_file"),
+        (module, "write_json"),
+        (module, "fingerprint"),
+        (os, "replace"),
+        (shutil, "rmtree"),
+        (os, "fsync"),
+    ):
         setattr(where, name, wrap(name, getattr(where, name)))
     t = trainer(max_updates=40)
     load_checkpoint(folder, t, lambda text: None)
-    for row in t.updates(): save_checkpoint(folder, t)
+    for row in t.updates():
+        save_checkpoint(folder, t)
 
 
 def test_killed_twenty_times_inside_saving_it_ends_where_no_kill_ends(tmp_path):
@@ -284,101 +460,180 @@ def test_killed_twenty_times_inside_saving_it_ends_where_no_kill_ends(tmp_path):
         p.join()
         assert p.exitcode == -signal.SIGKILL
         scraps += bool(list(tmp_path.glob("*.tmp")))
-        assert not [c for c in checkpoints(tmp_path) if damage(c)]
-    assert scraps > 10                                      # it did die in the middle of writing
+        assert not [c for c in checkpoints(tmp_path) if verify(c)]
+    assert scraps > 10  # it did die in the middle of writing
     load_checkpoint(tmp_path, last := trainer(seed=5, max_updates=40))
     go(last)
     save_checkpoint(tmp_path, last)
-    assert last.state.update == 40 and last.state.sequences == 640 and torch.equal(weights(last), weights(whole))
-    save_checkpoint(tmp_path/"whole", whole)
-    a, b = (load_file(checkpoints(f)[-1]/"optimizer.safetensors") for f in (tmp_path, tmp_path/"whole"))
+    assert (
+        last.state.update == 40
+        and last.state.sequences == 640
+        and torch.equal(weights(last), weights(whole))
+    )
+    save_checkpoint(tmp_path / "whole", whole)
+    a, b = (
+        load_file(checkpoints(f)[-1] / "optimizer.safetensors")
+        for f in (tmp_path, tmp_path / "whole")
+    )
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a if not k.startswith("#"))
 
 
 def _recipe(texts, folder):
-    return compose([f"data.files={texts}", "data=files", "data.vocab_size=500", "data.seq_length=32", "data.heldout=0.3", "train.eval_rows=16", "arch.hidden_size=32", "arch.intermediate_size=64",
-                    "arch.num_hidden_layers=2", "arch.num_attention_heads=2", "train.progress=updates", "train.max_updates=80", "train.batch_size=8", "train.batch_size_ramp=0.5", "train.dropout=True",
-                    "impl.microbatch_size=4", "impl.save_every=0.0001", "impl.threads=1", "impl.device=cpu", f"impl.path={folder}"])
+    return compose(
+        [
+            f"data.files={texts}",
+            "data=files",
+            "data.vocab_size=500",
+            "data.seq_length=32",
+            "data.heldout=0.3",
+            "train.eval_rows=16",
+            "arch.hidden_size=32",
+            "arch.intermediate_size=64",
+            "arch.num_hidden_layers=2",
+            "arch.num_attention_heads=2",
+            "train.progress=updates",
+            "train.max_updates=80",
+            "train.batch_size=8",
+            "train.batch_size_ramp=0.5",
+            "train.dropout=True",
+            "impl.microbatch_size=4",
+            "impl.save_every=0.0001",
+            "impl.threads=1",
+            "impl.device=cpu",
+            f"impl.path={folder}",
+        ]
+    )
 
 
 def _pretrain(texts, folder, run):
-    from cramnb.cram import pretrain
-    recipe = _recipe(texts, folder)
-    run.mkdir(exist_ok=True)
-    pretrain(recipe, prepare_corpus(recipe.data, folder)[0], run, say=lambda text: None)
+    from cramnb.run import Run, pretrain
+
+    recipe = replace(_recipe(texts, folder), base_dir=str(run.parent), name=run.name)
+    this = Run(recipe, say=lambda text: None)
+    this.open_corpus()
+    pretrain(this)
 
 
 def test_a_whole_run_killed_at_twenty_moments_is_the_unbroken_run(texts, tmp_path):
+    """Half of the kills fall while a checkpoint is being written, half just after an update was
+    logged."""
     from cramnb.watch import CLOCKED
+
     torch.set_num_threads(1)
-    prepare_corpus(_recipe(texts, tmp_path/"corpora").data, tmp_path/"corpora")
-    _pretrain(texts, tmp_path/"corpora", tmp_path/"whole")
-    rng, fork, kills, log = random.Random(1), server(), 0, tmp_path/"broken/metrics.jsonl"
-    lines = lambda: log.read_bytes().count(b"\n") if log.exists() else 0
+    prepare_corpus(_recipe(texts, tmp_path / "corpora").data, tmp_path / "corpora")
+    _pretrain(texts, tmp_path / "corpora", tmp_path / "whole")
+    rng, fork, kills, log, saved = (
+        random.Random(1),
+        server(),
+        0,
+        tmp_path / "broken/metrics.jsonl",
+        tmp_path / "broken/checkpoints",
+    )
+
+    def lines():
+        return log.read_bytes().count(b"\n") if log.exists() else 0
+
     while kills < 20:
-        p, before = fork.Process(target=_pretrain, args=(texts, tmp_path/"corpora", tmp_path/"broken")), checkpoints(tmp_path/"broken/checkpoints")
+        p, before = (
+            fork.Process(target=_pretrain, args=(texts, tmp_path / "corpora", tmp_path / "broken")),
+            checkpoints(saved),
+        )
         p.start()
         want = (int(before[-1].name[7:]) if before else 0) + rng.randrange(1, 5)
-        while p.is_alive() and lines() < want: time.sleep(0.002)
-        time.sleep(rng.uniform(0, 0.03))
-        p.kill()     # SIGKILL
+        while p.is_alive() and not (lines() >= want and (kills % 2 or list(saved.glob("*.tmp")))):
+            time.sleep(0.001)
+        p.kill()  # SIGKILL
         p.join()
         kills += 1
-    _pretrain(texts, tmp_path/"corpora", tmp_path/"broken")
-    rows = [[{k: v for k, v in json.loads(line).items() if k not in CLOCKED} for line in (tmp_path/name/"metrics.jsonl").read_text().splitlines()] for name in ("whole", "broken")]
+    _pretrain(texts, tmp_path / "corpora", tmp_path / "broken")
+    rows = [
+        [
+            {k: v for k, v in json.loads(line).items() if k not in CLOCKED}
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        for name in ("whole", "broken")
+    ]
     assert rows[0] == rows[1] and len(rows[0]) == 80
-    final = [checkpoints(tmp_path/name/"checkpoints")[-1] for name in ("whole", "broken")]
-    for file in ("model.safetensors", "optimizer.safetensors"): assert (final[0]/file).read_bytes() == (final[1]/file).read_bytes()
-    states = [json.loads((c/"state.json").read_text()) for c in final]
-    assert [{k: v for k, v in s["state"].items() if k != "elapsed"} for s in states][0] == [{k: v for k, v in s["state"].items() if k != "elapsed"} for s in states][1]
-    assert states[1]["extra"]["recipe"]["train"]["max_updates"] == 80 and states[1]["extra"]["log_rows"] == 80
+    final = [checkpoints(tmp_path / name / "checkpoints")[-1] for name in ("whole", "broken")]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (final[0] / file).read_bytes() == (final[1] / file).read_bytes()
+    states = [json.loads((c / "state.json").read_text()) for c in final]
+    assert [{k: v for k, v in s["state"].items() if k != "elapsed"} for s in states][0] == [
+        {k: v for k, v in s["state"].items() if k != "elapsed"} for s in states
+    ][1]
+    assert (
+        states[1]["extra"]["recipe"]["train"]["max_updates"] == 80
+        and states[1]["extra"]["log_rows"] == 80
+    )
 
 
 def test_with_a_wall_clock_the_budget_is_one_and_no_row_is_read_twice_or_skipped(tmp_path):
     "Stopped, killed and continued under a clock that also runs between the processes."
     now, rng, kept, spent, t = [0.0], random.Random(2), [], [], None
     for life in range(40):
-        now[0] += 10_000                                  # hours between two lives do not count
+        now[0] += 10_000  # hours between two lives do not count
         asked, read = [False], []
-        t = trainer(clock=lambda: now[0], progress="time", budget=.5, batch_size_ramp=.5, should_stop=lambda: asked[0])
+        t = trainer(
+            clock=lambda: now[0],
+            progress="time",
+            budget=0.5,
+            batch_size_ramp=0.5,
+            should_stop=lambda: asked[0],
+        )
         load_checkpoint(tmp_path, t)
-        kept = [r for r in kept if r < t.state.sequences]   # what a kill has thrown away is done again
+        kept = [
+            r for r in kept if r < t.state.sequences
+        ]  # what a kill has thrown away is done again
         own = t.batches
-        def batches(start, n, number): now[0] += rng.uniform(5, 25); read.extend(range(start, start+n)); return own(start, n, number)
+
+        def batches(start, n, number, x=0.0):
+            now[0] += rng.uniform(5, 25)
+            read.extend(range(start, start + n))
+            return own(start, n, number, x)
+
         t.batches = batches
         death = t.state.update + rng.randrange(4, 9)
         try:
             for row in t.updates():
-                if row["update"] % 3 == 0: save_checkpoint(tmp_path, t)
+                if row["update"] % 3 == 0:
+                    save_checkpoint(tmp_path, t)
                 if row["update"] == death:
-                    if life % 2: break                    # killed
-                    asked[0] = True                       # preempted: stops between two passes and saves
-        except Stopped: save_checkpoint(tmp_path, t)
+                    if life % 2:
+                        break  # killed
+                    asked[0] = True  # preempted: stops between two passes and saves
+        except Stopped:
+            save_checkpoint(tmp_path, t)
         kept += [r for r in read if r < t.state.sequences]
         spent.append(t.state.elapsed)
-        if t.progress() >= 1: break
+        if t.progress() >= 1:
+            break
     assert t.progress() >= 1 and life > 2
-    assert kept == list(range(t.state.sequences))          # each row once, in order, over all lives
-    assert 1800 <= t.state.elapsed < 1800 + 2*25 + 1       # the budget, and at most the update that was under way
+    assert kept == list(range(t.state.sequences))  # each row once, in order, over all lives
+    assert (
+        1800 <= t.state.elapsed < 1800 + 2 * 25 + 1
+    )  # the budget, and at most the update that was under way
 
 
-def _wait_for_a_signal(ready):
-    from cramnb.cram import Interruptible
-    with Interruptible():
+def _wait_for_a_signal(ready, heard):
+    from cramnb.run import Interruptible
+
+    with Interruptible() as signals:
         ready.set()
-        while True: time.sleep(0.01)
+        while True:
+            if signals.asked:
+                heard.set()
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_the_second_ends_at_once(how, tmp_path):
     fork = server()
-    ready = fork.Event()
-    p = fork.Process(target=_wait_for_a_signal, args=(ready,))
+    ready, heard = fork.Event(), fork.Event()
+    p = fork.Process(target=_wait_for_a_signal, args=(ready, heard))
     p.start()
     assert ready.wait(60)
     os.kill(p.pid, how)
-    time.sleep(0.3)
-    assert p.is_alive()
+    assert heard.wait(60) and p.is_alive()
     os.kill(p.pid, how)
     p.join(10)
     assert p.exitcode == -how

@@ -1,12 +1,20 @@
-"""Masks: so many a row and no other number, every column alike, the same again for the same seed."""
+"""Masks: an exact number for each row, every column alike, the same again for the same seed."""
+
 import numpy as np
 import pytest
 import torch
-from cramnb.masking import MASKINGS, mask_count, mask_rate_at, mask_tokens, microbatch_generator, span_starts
-from cramnb.recipe import CramError
+from cramnb.masking import (
+    MASKINGS,
+    mask_count,
+    mask_rate_at,
+    mask_tokens,
+    microbatch_generator,
+    span_starts,
+)
+from cramnb.core import CramError
 
 V = 1000
-STARTS = torch.arange(V) % 3 != 0        # a made-up vocabulary: every third entry continues a word
+STARTS = torch.arange(V) % 3 != 0  # a made-up vocabulary: every third entry continues a word
 
 
 def some_rows(n: int = 4000, t: int = 128, low: int = 5) -> torch.Tensor:
@@ -14,7 +22,17 @@ def some_rows(n: int = 4000, t: int = 128, low: int = 5) -> torch.Tensor:
 
 
 def masked(ids, number: int = 1, p: float = 0.25, **more):
-    return mask_tokens(ids, **dict(mlm_probability=p, mask_token_id=4, vocab_size=V, starts_word=STARTS, generator=microbatch_generator(0, number)) | more)
+    return mask_tokens(
+        ids,
+        **dict(
+            mlm_probability=p,
+            mask_token_id=4,
+            vocab_size=V,
+            starts_word=STARTS,
+            generator=microbatch_generator(0, number),
+        )
+        | more,
+    )
 
 
 def words_of(row: torch.Tensor) -> np.ndarray:
@@ -29,51 +47,83 @@ def test_masks_are_exact_uniform_and_repeatable():
     ids[:, -1] = 3
     m = masked(ids)
     asked = m.labels != -100
-    assert (asked.sum(1) == 32).all() and ((m.input_ids == 4).sum(1) == 26).all() and not asked[:, -1].any()
-    assert torch.equal(m.labels[asked], ids[asked]) and torch.equal(m.input_ids[~asked], ids[~asked])
+    assert (
+        (asked.sum(1) == 32).all()
+        and ((m.input_ids == 4).sum(1) == 26).all()
+        and not asked[:, -1].any()
+    )
+    assert torch.equal(m.labels[asked], ids[asked]) and torch.equal(
+        m.input_ids[~asked], ids[~asked]
+    )
     kept = ((m.input_ids == ids) & asked).sum(1)
     assert (kept >= 3).all() and kept.float().mean() < 3.05
-    assert (asked[:, :-1].float().mean(0) - 32/127).abs().max() < 0.03
+    assert (asked[:, :-1].float().mean(0) - 32 / 127).abs().max() < 0.03
     assert torch.equal(m.labels.gather(1, m.positions), m.labels[asked].view(4000, 32))
 
 
-@pytest.mark.parametrize("p, hidden, random, kept", [(0.15, 15, 2, 2), (0.15625, 16, 2, 2), (0.2, 21, 2, 3), (0.25, 26, 3, 3), (0.40, 41, 5, 5)])
+@pytest.mark.parametrize(
+    "p, hidden, random, kept",
+    [(0.15, 15, 2, 2), (0.15625, 16, 2, 2), (0.2, 21, 2, 3), (0.25, 26, 3, 3), (0.40, 41, 5, 5)],
+)
 def test_the_original_counts(p, hidden, random, kept):
     ids = some_rows(2000)
     m = masked(ids, p=p)
     asked = m.labels != -100
     same = ((m.input_ids == ids) & asked).sum(1)
-    assert mask_count(p, 128) == hidden + random + kept and (asked.sum(1) == hidden + random + kept).all() and ((m.input_ids == 4).sum(1) == hidden).all()
-    assert (same >= kept).all() and same.float().mean() < kept + 0.05      # once in V draws a random token is the old one
-    assert (masked(ids, p=p, use_80_20_rule=False).input_ids == 4).sum(1).eq(mask_count(p, 128)).all()
+    assert (
+        mask_count(p, 128) == hidden + random + kept
+        and (asked.sum(1) == hidden + random + kept).all()
+        and ((m.input_ids == 4).sum(1) == hidden).all()
+    )
+    assert (
+        same >= kept
+    ).all() and same.float().mean() < kept + 0.05  # once in V draws a random token is the old one
+    assert (
+        (masked(ids, p=p, use_80_20_rule=False).input_ids == 4).sum(1).eq(mask_count(p, 128)).all()
+    )
 
 
 @pytest.mark.parametrize("masking", MASKINGS)
-@pytest.mark.parametrize("t, p", [(128, 0.25), (128, 0.15), (33, 0.4), (8, 0.5), (1, 0.25), (64, 1.0)])
+@pytest.mark.parametrize(
+    "t, p", [(128, 0.25), (128, 0.15), (33, 0.4), (8, 0.5), (1, 0.25), (64, 1.0)]
+)
 def test_every_way_hides_exactly_so_many_and_never_a_special_token(masking, t, p):
     ids = some_rows(500, t, low=0 if t > 64 else 5)
-    if t > 8: ids[:, t//2] = 3
+    if t > 8:
+        ids[:, t // 2] = 3
     m, k = masked(ids, p=p, masking=masking), mask_count(p, t)
     asked = m.labels != -100
     assert m.positions.shape == (500, k) and (m.positions.diff(dim=1) > 0).all()
     assert torch.equal(asked.sum(1), torch.minimum(torch.tensor(k), (ids >= 5).sum(1)))
-    assert torch.equal(m.labels[asked], ids[asked]) and (ids[asked] >= 5).all() and torch.equal(m.input_ids[~asked], ids[~asked])
-    assert torch.equal(asked, torch.zeros_like(asked).scatter(1, m.positions, True) & asked), "positions hold every question"
+    assert (
+        torch.equal(m.labels[asked], ids[asked])
+        and (ids[asked] >= 5).all()
+        and torch.equal(m.input_ids[~asked], ids[~asked])
+    )
+    assert torch.equal(asked, torch.zeros_like(asked).scatter(1, m.positions, True) & asked), (
+        "positions hold every question"
+    )
     again, other = masked(ids, p=p, masking=masking), masked(ids, number=2, p=p, masking=masking)
-    assert all(torch.equal(a, b) for a, b in zip(m, again)) and (k == t or not torch.equal(m.positions, other.positions))
+    assert all(torch.equal(a, b) for a, b in zip(m, again)) and (
+        k == t or not torch.equal(m.positions, other.positions)
+    )
 
 
 def test_a_row_with_too_few_words_asks_less_and_keeps_its_shape():
     for masking in MASKINGS:
-        m = masked(torch.tensor([[2, 10, 11, 3, 3, 3, 3, 3], [0]*8]), p=0.5, masking=masking)
-        assert m.positions.shape == (2, 4) and (m.labels != -100).sum(1).tolist() == [2, 0] and m.input_ids[1].tolist() == [0]*8
+        m = masked(torch.tensor([[2, 10, 11, 3, 3, 3, 3, 3], [0] * 8]), p=0.5, masking=masking)
+        assert (
+            m.positions.shape == (2, 4)
+            and (m.labels != -100).sum(1).tolist() == [2, 0]
+            and m.input_ids[1].tolist() == [0] * 8
+        )
 
 
 def test_the_original_also_hides_and_draws_special_tokens():
     ids = torch.randint(0, 10, (4000, 32), generator=torch.Generator().manual_seed(0))
     m = masked(ids, mask_special_tokens=True, vocab_size=10)
     asked = m.labels != -100
-    share = torch.bincount(m.labels[asked], minlength=10)/asked.sum()
+    share = torch.bincount(m.labels[asked], minlength=10) / asked.sum()
     assert (asked.sum(1) == 8).all() and (share - 0.1).abs().max() < 0.01
     random = m.input_ids[asked & (m.input_ids != ids) & (m.input_ids != 4)]
     assert (random < 5).any() and (random >= 5).any()
@@ -82,7 +132,18 @@ def test_the_original_also_hides_and_draws_special_tokens():
 def test_no_column_is_favoured():
     "By chance a rate of 0.25 over 40,000 rows strays by 0.0022; five times that is no chance."
     for masking, more in (("token", {}), ("span", dict(starts_word=None))):
-        hidden = sum((masked(torch.full((10_000, 64), 9), number=n, masking=masking, **more).labels != -100).float().mean(0) for n in range(4))/4
+        hidden = (
+            sum(
+                (
+                    masked(torch.full((10_000, 64), 9), number=n, masking=masking, **more).labels
+                    != -100
+                )
+                .float()
+                .mean(0)
+                for n in range(4)
+            )
+            / 4
+        )
         assert (hidden - 0.25).abs().max() < 0.011, masking
     ids = some_rows(10_000, 64)
     hidden = (masked(ids, masking="whole-word").labels != -100).float().mean(0)
@@ -98,7 +159,8 @@ def test_words_are_hidden_whole_but_for_the_last(masking):
         words = words_of(row)
         cut = [w for w in np.unique(words) if 0 < hidden[words == w].sum() < (words == w).sum()]
         assert len(cut) <= 1, "one word may be cut, to make the number exact"
-        if cut: assert hidden[words == cut[0]][0], "and of it the beginning is hidden"
+        if cut:
+            assert hidden[words == cut[0]][0], "and of it the beginning is hidden"
 
 
 def test_spans_have_the_lengths_of_the_paper():
@@ -106,96 +168,191 @@ def test_spans_have_the_lengths_of_the_paper():
     begins = span_starts(words, torch.Generator().manual_seed(0))
     ends = torch.cat([begins[:, 1:], torch.ones(4000, 1, dtype=torch.bool)], 1)
     flat = begins.reshape(-1).nonzero()[:, 0]
-    inner = flat[:-1] % 128 < 118                     # the last spans of a row end with it
+    inner = flat[:-1] % 128 < 118  # the last spans of a row end with it
     lengths = flat.diff()[inner]
     assert begins[:, 0].all() and ends[:, -1].all() and lengths.max() == 10 and lengths.min() == 1
-    chances = np.array([0.2*0.8**n for n in range(10)])
-    assert np.allclose(np.bincount(lengths, minlength=11)[1:]/len(lengths), chances/chances.sum(), atol=0.005)
-    assert abs(lengths.float().mean() - 3.8) < 0.03   # SpanBERT, section 3.1
+    chances = np.array([0.2 * 0.8**n for n in range(10)])
+    assert np.allclose(
+        np.bincount(lengths, minlength=11)[1:] / len(lengths), chances / chances.sum(), atol=0.005
+    )
+    assert abs(lengths.float().mean() - 3.8) < 0.03  # SpanBERT, section 3.1
 
 
 def test_spans_lie_together():
     runs = lambda m: (m.positions.diff(dim=1) == 1).float().mean().item()
     ids = torch.full((2000, 128), 10)
-    assert runs(masked(ids, masking="span")) > 2*runs(masked(ids, masking="token"))
+    assert runs(masked(ids, masking="span")) > 2 * runs(masked(ids, masking="token"))
 
 
 def test_a_falling_rate_keeps_every_shape():
-    assert [mask_rate_at(x, start=0.3, end=0.15) for x in (-1, 0, 0.5, 1, 2)] == pytest.approx([0.3, 0.3, 0.225, 0.15, 0.15])
+    assert [mask_rate_at(x, start=0.3, end=0.15) for x in (-1, 0, 0.5, 1, 2)] == pytest.approx(
+        [0.3, 0.3, 0.225, 0.15, 0.15]
+    )
     ids = some_rows(300)
     for masking in MASKINGS:
         for x in (0, 0.3, 0.7, 1):
             rate = mask_rate_at(x, start=0.3, end=0.15)
             m, k = masked(ids, p=rate, max_probability=0.3, masking=masking), mask_count(rate, 128)
             asked = m.labels != -100
-            assert m.positions.shape == (300, 38) and (asked.sum(1) == k).all() and (m.labels.gather(1, m.positions) != -100).sum().item() == 300*k
-            assert torch.equal(m.input_ids[~asked], ids[~asked]) and ((m.input_ids == 4).sum(1) == round(0.8*k)).all()
+            assert (
+                m.positions.shape == (300, 38)
+                and (asked.sum(1) == k).all()
+                and (m.labels.gather(1, m.positions) != -100).sum().item() == 300 * k
+            )
+            assert (
+                torch.equal(m.input_ids[~asked], ids[~asked])
+                and ((m.input_ids == 4).sum(1) == round(0.8 * k)).all()
+            )
             narrow = masked(ids, p=rate, masking=masking)
-            assert torch.equal(narrow.labels, m.labels) and torch.equal(narrow.input_ids, m.input_ids), "the room changes nothing else"
+            assert torch.equal(narrow.labels, m.labels) and torch.equal(
+                narrow.input_ids, m.input_ids
+            ), "the room changes nothing else"
 
 
 def test_the_collator_of_transformers_agrees_in_distribution():
-    from cramnb.recipe import Data
+    from cramnb.options import Data
     from cramnb.tokenizer import train_tokenizer
     from transformers import DataCollatorForLanguageModeling
-    tok = train_tokenizer(["the river runs and the rain falls on the river"]*3, Data(vocab_size=99), vocab_size=40)
+
+    tok = train_tokenizer(
+        ["the river runs and the rain falls on the river"] * 3, Data(vocab_size=99), vocab_size=40
+    )
     torch.manual_seed(0)
     ids = torch.randint(5, len(tok), (4000, 128))
-    theirs = DataCollatorForLanguageModeling(tok, mlm_probability=0.25, seed=0)([dict(input_ids=r) for r in ids])
-    ours = mask_tokens(ids, mlm_probability=0.25, mask_token_id=4, vocab_size=len(tok), generator=microbatch_generator(0, 0))
+    theirs = DataCollatorForLanguageModeling(tok, mlm_probability=0.25, seed=0)(
+        [dict(input_ids=r) for r in ids]
+    )
+    ours = mask_tokens(
+        ids,
+        mlm_probability=0.25,
+        mask_token_id=4,
+        vocab_size=len(tok),
+        generator=microbatch_generator(0, 0),
+    )
+
     def shares(inputs, labels):
         asked = labels != -100
-        return [x.float().mean().item() for x in (asked, (inputs == 4)[asked], (inputs == labels)[asked])]
+        return [
+            x.float().mean().item()
+            for x in (asked, (inputs == 4)[asked], (inputs == labels)[asked])
+        ]
+
     assert shares(theirs["input_ids"], theirs["labels"])[0] == pytest.approx(0.25, abs=0.003)
-    assert shares(ours.input_ids, ours.labels) == pytest.approx(shares(theirs["input_ids"], theirs["labels"]), abs=0.015)
+    assert shares(ours.input_ids, ours.labels) == pytest.approx(
+        shares(theirs["input_ids"], theirs["labels"]), abs=0.015
+    )
 
 
 def test_mistakes_have_one_message():
-    with pytest.raises(CramError, match="masking=whole_word is not supported.*Did you mean 'whole-word'"): masked(some_rows(2), masking="whole_word")
-    with pytest.raises(CramError, match="needs starts_word"): masked(some_rows(2), masking="whole-word", starts_word=None)
-    with pytest.raises(CramError, match="1.5 is not possible"): mask_tokens(some_rows(2), mlm_probability=1.5, mask_token_id=4, vocab_size=100)
+    with pytest.raises(
+        CramError, match="masking=whole_word is not supported.*Did you mean 'whole-word'"
+    ):
+        masked(some_rows(2), masking="whole_word")
+    with pytest.raises(CramError, match="needs starts_word"):
+        masked(some_rows(2), masking="whole-word", starts_word=None)
+    with pytest.raises(CramError, match="1.5 is not possible"):
+        mask_tokens(some_rows(2), mlm_probability=1.5, mask_token_id=4, vocab_size=100)
 
 
 def test_whole_words_as_transformers_hides_them():
-    "Theirs tosses a coin a word; long words must not be hidden more or less often than short ones, here or there."
+    """Theirs tosses a coin a word; long words must not be hidden more or less often than short
+    ones, here or there."""
     import inspect
 
     from transformers import DataCollatorForLanguageModeling
-    from cramnb.recipe import Data
+    from cramnb.options import Data
     from cramnb.tokenizer import train_tokenizer, word_starts
-    if "whole_word_mask" not in inspect.signature(DataCollatorForLanguageModeling).parameters: pytest.skip("this version of transformers has another collator for whole words")
-    tok = train_tokenizer(["flow flowing flowings rain raining rainings"]*9, Data(include_sep=False), vocab_size=30)
+
+    if "whole_word_mask" not in inspect.signature(DataCollatorForLanguageModeling).parameters:
+        pytest.skip("this version of transformers has another collator for whole words")
+    tok = train_tokenizer(
+        ["flow flowing flowings rain raining rainings"] * 9, Data(include_sep=False), vocab_size=30
+    )
     rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(["flow", "flowing", "rainings", "rain", "raining", "flowings"], 40)) for _ in range(1500)]
-    encoded = [tok(t, return_offsets_mapping=True, return_special_tokens_mask=True, truncation=True, max_length=40) for t in texts]
+    texts = [
+        " ".join(rng.choice(["flow", "flowing", "rainings", "rain", "raining", "flowings"], 40))
+        for _ in range(1500)
+    ]
+    encoded = [
+        tok(
+            t,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+            truncation=True,
+            max_length=40,
+        )
+        for t in texts
+    ]
     ids = torch.tensor([e["input_ids"] for e in encoded])
     torch.manual_seed(0)
-    theirs = DataCollatorForLanguageModeling(tok, whole_word_mask=True, mlm_probability=0.25, mask_replace_prob=1, random_replace_prob=0)(
-        [{k: e[k] for k in ("input_ids", "offset_mapping", "special_tokens_mask")} for e in encoded])["labels"] != -100
+    theirs = (
+        DataCollatorForLanguageModeling(
+            tok,
+            whole_word_mask=True,
+            mlm_probability=0.25,
+            mask_replace_prob=1,
+            random_replace_prob=0,
+        )(
+            [
+                {k: e[k] for k in ("input_ids", "offset_mapping", "special_tokens_mask")}
+                for e in encoded
+            ]
+        )["labels"]
+        != -100
+    )
     starts = torch.from_numpy(word_starts(tok))
-    ours = mask_tokens(ids, mlm_probability=0.25, mask_token_id=4, vocab_size=len(tok), masking="whole-word", starts_word=starts, generator=microbatch_generator(0, 0)).labels != -100
+    ours = (
+        mask_tokens(
+            ids,
+            mlm_probability=0.25,
+            mask_token_id=4,
+            vocab_size=len(tok),
+            masking="whole-word",
+            starts_word=starts,
+            generator=microbatch_generator(0, 0),
+        ).labels
+        != -100
+    )
     begins = starts[ids]
     begins[:, 0] = True
-    word = (begins.cumsum(1) + 100*torch.arange(len(ids))[:, None]).flatten()
+    word = (begins.cumsum(1) + 100 * torch.arange(len(ids))[:, None]).flatten()
     length = torch.bincount(word)[word].view(ids.shape)
     for n in length.unique():
         first = begins & (length == n)
-        assert theirs[first].float().mean().item() == pytest.approx(ours[first].float().mean().item(), abs=0.03), f"words of {n} pieces"
+        assert theirs[first].float().mean().item() == pytest.approx(
+            ours[first].float().mean().item(), abs=0.03
+        ), f"words of {n} pieces"
 
 
 def test_the_stream_of_a_run_follows_its_recipe():
     from types import SimpleNamespace
 
-    from cramnb.cram import masked_rows
+    from cramnb.train import masked_rows
     from cramnb.recipe import tiny
     from cramnb.show import specimen
+
     s = specimen()
-    corpus = SimpleNamespace(tokenizer=s.tokenizer, batch=lambda start, n, seed: s.rows[:n])
-    def stream(*words): return masked_rows(corpus, tiny("data.vocab_size=200", *words), torch.device("cpu"))
+    corpus = SimpleNamespace(
+        tokenizer=s.tokenizer, vocab_size=200, batch=lambda start, n, seed: s.rows[:n]
+    )
+
+    def stream(*words):
+        return masked_rows(corpus, tiny(*words).train, 0, torch.device("cpu"))
+
     falling = stream("train.mlm_probability=0.3", "train.mlm_probability_end=0.15")
-    counts = [((m := falling(0, 5, 0, x)).labels != -100).sum(1).tolist() + list(m.positions.shape) for x in (0, 1)]
-    assert counts == [[10]*5 + [5, 10], [5]*5 + [5, 10]]
-    ways = [stream(f"train.masking={m}")(0, 5, 0) for m in MASKINGS]
-    assert torch.equal(ways[0].input_ids, s.input_ids) and len({tuple(m.positions.flatten().tolist()) for m in ways}) == 3
-    everything = stream("train.mask_special_tokens=True", "train.mlm_probability=0.999")(0, 5, 0)
-    assert (everything.labels == 3).any() or not (torch.from_numpy(s.rows.astype(np.int64)) == 3).any()
+    counts = [
+        ((m := falling(0, 5, 0, x)).labels != -100).sum(1).tolist() + list(m.positions.shape)
+        for x in (0, 1)
+    ]
+    assert counts == [[10] * 5 + [5, 10], [5] * 5 + [5, 10]]
+    ways = [stream(f"train.masking={m}")(0, 5, 0, 0.0) for m in MASKINGS]
+    assert (
+        torch.equal(ways[0].input_ids, s.input_ids)
+        and len({tuple(m.positions.flatten().tolist()) for m in ways}) == 3
+    )
+    everything = stream("train.mask_special_tokens=True", "train.mlm_probability=0.999")(
+        0, 5, 0, 0.0
+    )
+    assert (everything.labels == 3).any() or not (
+        torch.from_numpy(s.rows.astype(np.int64)) == 3
+    ).any()

@@ -1,73 +1,133 @@
-"""Learning rate and batch size as functions of the share of the budget, against the original's numbers."""
+"""Learning rate and batch size as functions of the share of the budget, against the original's
+numbers."""
+
 import math
 
 import pytest
 
-from cramnb.recipe import CramError, compose
+from cramnb.core import CramError
+from cramnb.recipe import compose
 from cramnb.schedule import SCHEDULES, batch_size_at, lr_factor, microbatches, schedule_name
 
-X = (0, .05, .10, .25, .50, .60, .75, .90, 1.0)
-GRID = [i/800 for i in range(1601)]      # 0 to 2
-JUMPS = {"budget-cosine-annealing"}      # restarts; all others have no step
+X = (0, 0.05, 0.10, 0.25, 0.50, 0.60, 0.75, 0.90, 1.0)
+GRID = [i / 800 for i in range(1601)]  # 0 to 2
+JUMPS = {"budget-cosine-annealing"}  # restarts; all others have no step
 
 
-@pytest.mark.parametrize("name, options, values", [
-    ("budget-triangle2", {}, (.25, .30, .35, .50, .75, .85, 1.0, .40, 0)),
-    ("budget-triangle1", {}, (.5, .5333, .5667, .6667, .8333, .9, 1.0, .4, 0)),
-    ("budget-one-cycle", {}, (0, .1, .2, .5, 1, .8, .5, .2, 0)),
-    ("budget-multi-cycle", {}, (0, .8, .4, 0, 0, .4, 0, .4, 0)),
-    ("budget-linear", dict(warmup=.06), (0, .8333, .9574, .7979, .5319, .4255, .2660, .1064, 0)),
-    ("budget-polynomial", dict(warmup=.06), (0, .8333, .9574, .7979, .5319, .4255, .2660, .1064, 0)),
-    ("budget-cosine-decay", dict(warmup=.06), (0, .8333, .9955, .9025, .5500, .3841, .1646, .0277, 0)),
-    ("budget-cosine-decay", {}, (1, .9938, .9755, .8536, .5, .3455, .1464, .0245, 0)),
-    ("budget-inverse-sqrt", dict(warmup=.06, cooldown=.1), (0, .8333, .7746, .4899, .3464, .3162, .2828, .2582, 0)),
-    ("budget-constant", dict(warmup=.06, cooldown=.1), (0, .8333, 1, 1, 1, 1, 1, 1, 0)),
-    ("budget-cosine-annealing", {}, (1, .9045, .6545, 1, 1, .6545, 1, .3455, 1)),
-    ("budget-inv-cosine", dict(cooldown=.1), (0, .0062, .0245, .1464, .5, .6545, .8536, .9755, 0)),
-    ("budget-ramp", dict(cooldown=.1), (0, .05, .1, .25, .5, .6, .75, .9, 0)),
-    ("budget-dive", {}, (1, 1, 1, 1, 1, .8, .5, .2, 0)),            # the original stops with a TypeError: as it was meant
-    ("budget-dive-slow", {}, (1, 1, 1, 1, .6667, .5333, .3333, .1333, 0)),
-    ("budget-dive-fast", {}, (1, 1, 1, 1, 1, 1, 1, .4, 0)),
-    ("wsd", dict(warmup=.1, cooldown=.5), (0, .5, 1, 1, 1, .8, .5, .2, 0)),
-    ("none", {}, (1,)*9),
-])
+@pytest.mark.parametrize(
+    "name, options, values",
+    [
+        ("budget-triangle2", {}, (0.25, 0.30, 0.35, 0.50, 0.75, 0.85, 1.0, 0.40, 0)),
+        ("budget-triangle1", {}, (0.5, 0.5333, 0.5667, 0.6667, 0.8333, 0.9, 1.0, 0.4, 0)),
+        ("budget-one-cycle", {}, (0, 0.1, 0.2, 0.5, 1, 0.8, 0.5, 0.2, 0)),
+        ("budget-multi-cycle", {}, (0, 0.8, 0.4, 0, 0, 0.4, 0, 0.4, 0)),
+        (
+            "budget-linear",
+            dict(warmup=0.06),
+            (0, 0.8333, 0.9574, 0.7979, 0.5319, 0.4255, 0.2660, 0.1064, 0),
+        ),
+        (
+            "budget-polynomial",
+            dict(warmup=0.06),
+            (0, 0.8333, 0.9574, 0.7979, 0.5319, 0.4255, 0.2660, 0.1064, 0),
+        ),
+        (
+            "budget-cosine-decay",
+            dict(warmup=0.06),
+            (0, 0.8333, 0.9955, 0.9025, 0.5500, 0.3841, 0.1646, 0.0277, 0),
+        ),
+        ("budget-cosine-decay", {}, (1, 0.9938, 0.9755, 0.8536, 0.5, 0.3455, 0.1464, 0.0245, 0)),
+        (
+            "budget-inverse-sqrt",
+            dict(warmup=0.06, cooldown=0.1),
+            (0, 0.8333, 0.7746, 0.4899, 0.3464, 0.3162, 0.2828, 0.2582, 0),
+        ),
+        ("budget-constant", dict(warmup=0.06, cooldown=0.1), (0, 0.8333, 1, 1, 1, 1, 1, 1, 0)),
+        ("budget-cosine-annealing", {}, (1, 0.9045, 0.6545, 1, 1, 0.6545, 1, 0.3455, 1)),
+        (
+            "budget-inv-cosine",
+            dict(cooldown=0.1),
+            (0, 0.0062, 0.0245, 0.1464, 0.5, 0.6545, 0.8536, 0.9755, 0),
+        ),
+        ("budget-ramp", dict(cooldown=0.1), (0, 0.05, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9, 0)),
+        (
+            "budget-dive",
+            {},
+            (1, 1, 1, 1, 1, 0.8, 0.5, 0.2, 0),
+        ),  # the original stops with a TypeError: as it was meant
+        ("budget-dive-slow", {}, (1, 1, 1, 1, 0.6667, 0.5333, 0.3333, 0.1333, 0)),
+        ("budget-dive-fast", {}, (1, 1, 1, 1, 1, 1, 1, 0.4, 0)),
+        ("wsd", dict(warmup=0.1, cooldown=0.5), (0, 0.5, 1, 1, 1, 0.8, 0.5, 0.2, 0)),
+        ("none", {}, (1,) * 9),
+    ],
+)
 def test_values_of_the_original(name, options, values):
     assert [lr_factor(name, x, **options) for x in X] == pytest.approx(values, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("warmup, cooldown", [(0, 0), (.06, 0), (0, .1), (.06, .1), (.5, .5), (0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "warmup, cooldown", [(0, 0), (0.06, 0), (0, 0.1), (0.06, 0.1), (0.5, 0.5), (0, 1), (1, 0)]
+)
 def test_between_zero_and_one_everywhere_and_past_the_end(name, warmup, cooldown):
     values = [lr_factor(name, x, warmup=warmup, cooldown=cooldown) for x in [-1, *GRID, 1e9]]
     assert all(0 <= v <= 1 + 1e-12 and math.isfinite(v) for v in values)
-    assert lr_factor(name, 2.0, warmup=warmup, cooldown=cooldown) == lr_factor(name, 1.0, warmup=warmup, cooldown=cooldown)
+    assert lr_factor(name, 2.0, warmup=warmup, cooldown=cooldown) == lr_factor(
+        name, 1.0, warmup=warmup, cooldown=cooldown
+    )
 
 
-@pytest.mark.parametrize("name", set(SCHEDULES) - JUMPS)
+@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - JUMPS))
 def test_no_step_in_the_curve(name):
-    values = [lr_factor(name, x, warmup=.06, cooldown=.1) for x in GRID]
-    assert max(abs(a-b) for a, b in zip(values, values[1:])) < .03, "a straight warm-up of 6 % climbs by .021 between two of these places"
+    values = [lr_factor(name, x, warmup=0.06, cooldown=0.1) for x in GRID]
+    assert max(abs(a - b) for a, b in zip(values, values[1:])) < 0.03, (
+        "a straight warm-up of 6 % climbs by .021 between two of these places"
+    )
 
 
-@pytest.mark.parametrize("typed, meant", [
-    ("triangle2", "budget-triangle2"), ("budget_triangle2", "budget-triangle2"), ("one-cycle", "budget-one-cycle"), ("cosine-decay", "budget-cosine-decay"),
-    ("linear", "budget-linear"), ("polynomial-decay", "budget-polynomial"), ("polynomial", "budget-polynomial"), ("constant", "budget-constant"),
-    ("constant_with_warmup", "budget-constant"), ("cosine", "budget-cosine-decay"), ("cosine_with_restarts", "budget-cosine-decay"),
-    ("inverse-sqrt", "budget-inverse-sqrt"), ("ramp", "budget-ramp"), ("none", "none"), ("wsd", "wsd"), ("cosine-annealing", "budget-cosine-annealing"), ("budget-wsd", "wsd"), ("budget-cosine", "budget-cosine-decay")])
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("triangle2", "budget-triangle2"),
+        ("budget_triangle2", "budget-triangle2"),
+        ("one-cycle", "budget-one-cycle"),
+        ("cosine-decay", "budget-cosine-decay"),
+        ("linear", "budget-linear"),
+        ("polynomial-decay", "budget-polynomial"),
+        ("polynomial", "budget-polynomial"),
+        ("constant", "budget-constant"),
+        ("constant_with_warmup", "budget-constant"),
+        ("cosine", "budget-cosine-decay"),
+        ("cosine_with_restarts", "budget-cosine-decay"),
+        ("inverse-sqrt", "budget-inverse-sqrt"),
+        ("ramp", "budget-ramp"),
+        ("none", "none"),
+        ("wsd", "wsd"),
+        ("cosine-annealing", "budget-cosine-annealing"),
+        ("budget-wsd", "wsd"),
+        ("budget-cosine", "budget-cosine-decay"),
+    ],
+)
 def test_names_as_users_of_the_original_type_them(typed, meant):
     assert schedule_name(typed) == meant
-    assert lr_factor(typed, .3, warmup=.05) == lr_factor(meant, .3, warmup=.05)
+    assert lr_factor(typed, 0.3, warmup=0.05) == lr_factor(meant, 0.3, warmup=0.05)
 
 
 def test_cycles_begin_where_they_should_to_the_last_bit():
-    for warmup in (0, .05, .06, .1, .2, .25, .3, .4):
-        for cycle in range(5): assert lr_factor("budget-cosine-annealing", warmup + (1-warmup)*cycle/4, warmup=warmup) == pytest.approx(1), (warmup, cycle)
+    for warmup in (0, 0.05, 0.06, 0.1, 0.2, 0.25, 0.3, 0.4):
+        for cycle in range(5):
+            assert lr_factor(
+                "budget-cosine-annealing", warmup + (1 - warmup) * cycle / 4, warmup=warmup
+            ) == pytest.approx(1), (warmup, cycle)
 
 
 def test_any_number_goes_in_and_a_float_comes_out():
     import numpy as np
     import torch
-    assert [type(lr_factor("linear", x)) for x in (np.float32(.5), torch.tensor(.5), 1)] == [float]*3
+
+    assert [type(lr_factor("linear", x)) for x in (np.float32(0.5), torch.tensor(0.5), 1)] == [
+        float
+    ] * 3
 
 
 def test_hugging_face_schedules_agree():
@@ -75,39 +135,70 @@ def test_hugging_face_schedules_agree():
     from torch.nn import Parameter
     from torch import zeros
     from transformers import get_scheduler
+
     for name in ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant_with_warmup"):
-        scheduler = get_scheduler(name, SGD([Parameter(zeros(1))], lr=1.0), num_warmup_steps=10, num_training_steps=100)
+        scheduler = get_scheduler(
+            name, SGD([Parameter(zeros(1))], lr=1.0), num_warmup_steps=10, num_training_steps=100
+        )
         for step in range(100):
-            assert lr_factor(name, step/100, warmup=.1) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-6), (name, step)
+            assert lr_factor(name, step / 100, warmup=0.1) == pytest.approx(
+                scheduler.get_last_lr()[0], abs=1e-6
+            ), (name, step)
             scheduler.optimizer.step()
             scheduler.step()
 
 
 def test_unknown_names_and_impossible_shares_are_refused():
-    with pytest.raises(CramError, match="triangel2.*Did you mean 'triangle2'"): lr_factor("triangel2", 0.5)
-    with pytest.raises(CramError, match="wsd"): lr_factor("nonsense", 0.5)
-    for shares in (dict(warmup=.6, cooldown=.5), dict(warmup=-.1), dict(cooldown=1.1)):
-        with pytest.raises(CramError, match="shares"): lr_factor("wsd", .5, **shares)
-    with pytest.raises(CramError, match="train.warmup=0.6"): compose(["train.warmup=0.6", "train.cooldown=0.5"])
+    with pytest.raises(CramError, match="triangel2.*Did you mean 'triangle2'"):
+        lr_factor("triangel2", 0.5)
+    with pytest.raises(CramError, match="wsd"):
+        lr_factor("nonsense", 0.5)
+    for shares in (dict(warmup=0.6, cooldown=0.5), dict(warmup=-0.1), dict(cooldown=1.1)):
+        with pytest.raises(CramError, match="shares"):
+            lr_factor("wsd", 0.5, **shares)
+    with pytest.raises(CramError, match="train.warmup=0.6"):
+        compose(["train.warmup=0.6", "train.cooldown=0.5"])
 
 
-@pytest.mark.parametrize("m, sizes", [(512, (512, 1024, 1536, 3072, 4608, 5632, 7168, 8192, 8192)), (128, (128, 768, 1408, 2816, 4224, 5504, 6912, 8064, 8192))])
+@pytest.mark.parametrize(
+    "m, sizes",
+    [
+        (512, (512, 1024, 1536, 3072, 4608, 5632, 7168, 8192, 8192)),
+        (128, (128, 768, 1408, 2816, 4224, 5504, 6912, 8064, 8192)),
+    ],
+)
 def test_batch_ramp_of_the_original(m, sizes):
-    assert tuple(batch_size_at(x, batch_size=8192, microbatch_size=m, ramp=.6) for x in (0, .05, .1, .2, .3, .4, .5, .59, .6)) == sizes
+    assert (
+        tuple(
+            batch_size_at(x, batch_size=8192, microbatch_size=m, ramp=0.6)
+            for x in (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.59, 0.6)
+        )
+        == sizes
+    )
 
 
 @pytest.mark.parametrize("m", [1, 96, 128, 500, 8192, 10_000])
 def test_batch_only_grows_in_whole_passes_and_ends_full(m):
-    sizes = [batch_size_at(x, batch_size=8192, microbatch_size=m, ramp=.6) for x in GRID]
-    assert sizes == sorted(sizes) and sizes[0] == min(m, 8192) and all(n % m == 0 or n == 8192 for n in sizes)
-    assert all(n == 8192 for x, n in zip(GRID, sizes) if x >= .6)
+    sizes = [batch_size_at(x, batch_size=8192, microbatch_size=m, ramp=0.6) for x in GRID]
+    assert (
+        sizes == sorted(sizes)
+        and sizes[0] == min(m, 8192)
+        and all(n % m == 0 or n == 8192 for n in sizes)
+    )
+    assert all(n == 8192 for x, n in zip(GRID, sizes) if x >= 0.6)
     assert batch_size_at(0, batch_size=8192, microbatch_size=m, ramp=0) == 8192
 
 
 def test_passes_sum_to_the_batch():
-    assert sum(microbatches(8192, 96)) == 8192 and len(microbatches(8192, 96)) == 86 and microbatches(64, 32) == [32, 32] and microbatches(5, 8) == [5]
+    assert (
+        sum(microbatches(8192, 96)) == 8192
+        and len(microbatches(8192, 96)) == 86
+        and microbatches(64, 32) == [32, 32]
+        and microbatches(5, 8) == [5]
+    )
 
 
 def test_sizes_that_cannot_be_are_refused():
     for bad in (dict(batch_size=0), dict(microbatch_size=0), dict(ramp=-1.0)):
-        with pytest.raises(CramError, match="at least"): batch_size_at(.5, **dict(batch_size=8, microbatch_size=2, ramp=.5) | bad)
+        with pytest.raises(CramError, match="at least"):
+            batch_size_at(0.5, **dict(batch_size=8, microbatch_size=2, ramp=0.5) | bad)
