@@ -1,4 +1,5 @@
 """Several processes, one run: same numbers, one clock, one voice, and nobody left waiting."""
+
 import json
 import os
 import signal
@@ -14,130 +15,252 @@ import torch
 from conftest import cramnb, server
 
 from cramnb.checkpoint import checkpoints, save_checkpoint
-from cramnb.distributed import LostRank, World, join_world, launcher, pick_backend, places, resume, spread
+from cramnb.core import CramError, LostRank
+from cramnb.distributed import World, noticing, parallelise
+from cramnb.launch import (
+    dist_env,
+    first_then_rest,
+    join_world,
+    launcher,
+    pick_backend,
+    resume,
+    share,
+)
 from cramnb.masking import mask_tokens, microbatch_generator
 from cramnb.mlm import build_model
-from cramnb.recipe import CramError, Impl, preset
+from cramnb.options import Impl
+from cramnb.recipe import preset
 from cramnb.train import Stopped, Trainer
 
-ARCH = replace(preset("arch", "tiny"), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
-DATA = 5 + (torch.arange(256)[:, None] + torch.arange(16)) % 12     # rows that count up: easy to learn
-DATA[7, 2:] = 0                                                     # a row with fewer tokens to ask for than others
+ARCH = replace(
+    preset("arch", "tiny"),
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=64,
+)
+DATA = 5 + (torch.arange(256)[:, None] + torch.arange(16)) % 12  # rows that count up: easy to learn
+DATA[7, 2:] = 0  # a row with fewer tokens to ask for than others
 
 
-def make(microbatch_size=8, seen=None, clock=None, should_stop=lambda: False, progress="updates", budget=1.0, **changes) -> Trainer:
-    def batches(start, n, number):
-        rows = torch.arange(start, start+n) % len(DATA)
-        return mask_tokens(DATA[rows], mlm_probability=.25, mask_token_id=4, vocab_size=100, generator=microbatch_generator(0, number))
+def batches(start, n, number, x):
+    rows = torch.arange(start, start + n) % len(DATA)
+    return mask_tokens(
+        DATA[rows],
+        mlm_probability=0.25,
+        mask_token_id=4,
+        vocab_size=100,
+        generator=microbatch_generator(0, number),
+    )
+
+
+def make(
+    world=None,
+    microbatch_size=8,
+    clock=time.monotonic,
+    should_stop=bool,
+    progress="updates",
+    budget=1.0,
+    **changes,
+) -> Trainer:
     torch.manual_seed(0)
-    train = replace(preset("train", "tiny"), **dict(batch_size=44, batch_size_ramp=.5, progress=progress, max_updates=8, lr=1e-3, gradient_clipping=.5, optimizer="adamw", eps=1e-6) | changes)
-    return Trainer(build_model(ARCH, 100), train, batches, budget=budget, microbatch_size=microbatch_size, clock=clock or time.monotonic, should_stop=should_stop)
+    usual = dict(
+        batch_size=44,
+        batch_size_ramp=0.5,
+        progress=progress,
+        max_updates=8,
+        lr=1e-3,
+        gradient_clipping=0.5,
+        optimizer="adamw",
+        eps=1e-6,
+    )
+    train = replace(preset("train", "tiny"), **usual | changes)
+    options = dict(
+        budget=budget, microbatch_size=microbatch_size, clock=clock, should_stop=should_stop
+    )
+    return parallelise(world or World(), build_model(ARCH, 100), train, batches, **options)
 
 
-def numbers(t) -> torch.Tensor: return torch.cat([p.detach().flatten() for p in t.model.parameters()])
-def averages(t) -> list: return [v for o in getattr(t.optimizer, "parts", [t.optimizer]) for s in o.state.values() for v in s.values() if torch.is_tensor(v)]
+def numbers(t) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in t.model.parameters()])
 
 
-def together(work, folder: Path, *args, size: int = 2, timeout: float = 60, minutes: float = 1.0) -> list:
-    "Run `work(world, *args)` in processes that meet as under torchrun; what each returned, or the name of its error."
+def averages(t) -> list:
+    return [
+        v
+        for o in getattr(t.optimizer, "parts", [t.optimizer])
+        for s in o.state.values()
+        for v in s.values()
+        if torch.is_tensor(v)
+    ]
+
+
+def together(
+    work, folder: Path, *args, size: int = 2, timeout: float = 60, minutes: float = 1.0
+) -> list:
+    """Run `work(world, *args)` in processes that meet as under torchrun; what each returned, or
+    the name of its error."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     fork = server()
-    ps = [fork.Process(target=_one, args=(work, folder, rank, size, port, minutes, args)) for rank in range(size)]
-    for p in ps: p.start()
+    ps = [
+        fork.Process(target=_one, args=(work, folder, rank, size, port, minutes, args))
+        for rank in range(size)
+    ]
+    for p in ps:
+        p.start()
     end = time.monotonic() + timeout
-    for p in ps: p.join(max(0.1, end - time.monotonic()))
+    for p in ps:
+        p.join(max(0.1, end - time.monotonic()))
     left = [p for p in ps if p.is_alive()]
-    for p in left: p.kill()
+    for p in left:
+        p.kill()
     assert not left, "processes wait for ever"
-    return [torch.load(f, weights_only=True) if (f := folder/f"{rank}.pt").exists() else None for rank in range(size)]
+    return [
+        torch.load(f, weights_only=True) if (f := folder / f"{rank}.pt").exists() else None
+        for rank in range(size)
+    ]
 
 
 def _one(work, folder, rank, size, port, minutes, args):
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     try:
-        with join_world(Impl(dist_timeout=minutes, device="cpu")) as world: result = work(world, *args)
-    except Exception as e: result = dict(error=type(e).__name__, text=str(e))
-    torch.save(result, folder/f"{rank}.pt")
+        with join_world(Impl(dist_timeout=minutes, device="cpu")) as world:
+            result = work(world, *args)
+    except Exception as e:
+        result = dict(error=type(e).__name__, text=str(e))
+    torch.save(result, folder / f"{rank}.pt")
 
 
 # --- the same numbers
 
+
 def _train(world, changes):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    t, sent, reads = spread(make(**changes), world), [], []
+
+    t, sent, reads = make(world, **changes), [], []
+
     def count(state, bucket):
         sent.append(1)
         return allreduce_hook(state, bucket)
+
     t.ddp.register_comm_hook(None, count)
     own = t.ddp.module.loss
-    def look(model, batch): reads.append(batch.input_ids.shape[0]); return own(model, batch)
+
+    def look(model, batch):
+        reads.append(batch.input_ids.shape[0])
+        return own(model, batch)
+
     t.ddp.module.loss = look
     rows = list(t.updates())
-    return dict(weights=numbers(t), averages=averages(t), losses=[r["loss"] for r in rows], sizes=[r["batch_size"] for r in rows], sent=len(sent), reads=reads,
-                tokens=t.state.tokens, sequences=t.state.sequences, norms=[r["grad_norm"] for r in rows])
+    return dict(
+        weights=numbers(t),
+        averages=averages(t),
+        losses=[r["loss"] for r in rows],
+        sizes=[r["batch_size"] for r in rows],
+        sent=len(sent),
+        reads=reads,
+        tokens=t.state.tokens,
+        sequences=t.state.sequences,
+        norms=[r["grad_norm"] for r in rows],
+    )
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(optimizer="muon", lr=4e-3)], ids=["adamw", "muon"])
+@pytest.mark.parametrize(
+    "changes", [dict(), dict(optimizer="muon", lr=4e-3)], ids=["adamw", "muon"]
+)
 def test_two_processes_equal_one_with_twice_the_microbatch(changes, tmp_path):
     a, b = together(_train, tmp_path, changes)
-    assert torch.equal(a["weights"], b["weights"]) and all(map(torch.equal, a["averages"], b["averages"]))      # the ranks agree to the last bit
+    assert torch.equal(a["weights"], b["weights"]) and all(
+        map(torch.equal, a["averages"], b["averages"])
+    )  # the ranks agree to the last bit
     t = make(microbatch_size=16, **changes)
     rows = list(t.updates())
     torch.testing.assert_close(a["weights"], numbers(t), atol=1e-5, rtol=0)
-    assert a["losses"] == b["losses"] == pytest.approx([r["loss"] for r in rows], abs=1e-5) and a["norms"] == pytest.approx([r["grad_norm"] for r in rows], rel=1e-3)
-    assert a["sizes"] == [r["batch_size"] for r in rows] and a["sizes"][0] == 16 and a["sizes"][-1] == 44      # the ramp counts passes of all together
+    assert a["losses"] == b["losses"] == pytest.approx([r["loss"] for r in rows], abs=1e-5) and a[
+        "norms"
+    ] == pytest.approx([r["grad_norm"] for r in rows], rel=1e-3)
+    assert (
+        a["sizes"] == [r["batch_size"] for r in rows]
+        and a["sizes"][0] == 16
+        and a["sizes"][-1] == 44
+    )  # the ramp counts passes of all together
     assert (a["tokens"], a["sequences"]) == (t.state.tokens, t.state.sequences)
     passes = t.state.microbatch
-    assert len(a["reads"]) == passes > 8 and a["sent"] % 8 == 0 and a["sent"] < 2*passes     # gradients travel once an update, not once a pass
+    assert (
+        len(a["reads"]) == passes > 8 and a["sent"] % 8 == 0 and a["sent"] < 2 * passes
+    )  # gradients travel once an update, not once a pass
     assert sum(a["reads"]) + sum(b["reads"]) == t.state.sequences
 
 
 def _shares(world):
-    t, seen = spread(make(), world), []
+    t, seen = make(world), []
     own = t.ddp.module.loss
-    def look(model, batch): seen.append(torch.where(batch.labels == -100, batch.input_ids, batch.labels)); return own(model, batch)
+
+    def look(model, batch):
+        seen.append(torch.where(batch.labels == -100, batch.input_ids, batch.labels))
+        return own(model, batch)
+
     t.ddp.module.loss = look
     for row in t.updates():
-        if row["update"] == 3: break
+        if row["update"] == 3:
+            break
     return dict(rows=seen)
 
 
 def test_each_process_has_its_own_rows_and_together_they_are_all(tmp_path):
     a, b = (r["rows"] for r in together(_shares, tmp_path))
-    whole = make(microbatch_size=16)
     start = 0
     for number, (x, y) in enumerate(zip(a, b)):
-        batch = whole.batches(start, len(x)+len(y), number)
-        assert len(x) == len(y) and torch.equal(torch.cat([x, y]), torch.where(batch.labels == -100, batch.input_ids, batch.labels))
+        batch = batches(start, len(x) + len(y), number, 0.0)
+        assert len(x) == len(y) and torch.equal(
+            torch.cat([x, y]), torch.where(batch.labels == -100, batch.input_ids, batch.labels)
+        )
         start += len(x) + len(y)
 
 
 def test_a_batch_that_does_not_split_is_refused_with_a_number_that_does(tmp_path):
-    for r in together(_train, tmp_path, dict(batch_size=45)): assert r["error"] == "CramError" and "train.batch_size=45" in r["text"] and "such as 44" in r["text"]
+    for r in together(_train, tmp_path, dict(batch_size=45)):
+        assert (
+            r["error"] == "CramError"
+            and "train.batch_size=45" in r["text"]
+            and "such as 44" in r["text"]
+        )
 
 
 # --- one decision for all
 
+
 def _spoilt(world):
-    t = spread(make(max_skipped=5), world)
-    if world.rank == 1:      # only one of the two meets something that is not finite
+    t = make(world, max_skipped=5)
+    if world.rank == 1:  # only one of the two meets something that is not finite
         own = t.ddp.module.loss
-        t.ddp.module.loss = lambda model, batch: own(model, batch) * (float("nan") if t.state.update == 2 else 1)
+        t.ddp.module.loss = lambda model, batch: (
+            own(model, batch) * (float("nan") if t.state.update == 2 else 1)
+        )
     return dict(skipped=[r["skipped"] for r in t.updates()], weights=numbers(t))
 
 
 def test_an_update_that_is_not_finite_on_one_is_left_out_on_all(tmp_path):
     a, b = together(_spoilt, tmp_path)
-    assert a["skipped"] == b["skipped"] == [0, 0, 1, 1, 1, 1, 1, 1] and torch.equal(a["weights"], b["weights"])
+    assert a["skipped"] == b["skipped"] == [0, 0, 1, 1, 1, 1, 1, 1] and torch.equal(
+        a["weights"], b["weights"]
+    )
 
 
 def _clocks(world):
-    ticks = iter(range(0, 10**9, 700 if world.is_first else 7))        # the clocks of two machines
-    t = spread(make(progress="time", clock=lambda: next(ticks)), world)
+    ticks = iter(range(0, 10**9, 700 if world.is_first else 7))  # the clocks of two machines
+    t = make(world, progress="time", clock=lambda: next(ticks))
     return dict(rows=[[r["elapsed"], r["lr"], r["batch_size"]] for r in t.updates()])
 
 
@@ -148,83 +271,221 @@ def test_the_clock_of_the_first_is_the_clock_of_all(tmp_path):
 
 def _asked(world):
     calls = []
-    t = spread(make(should_stop=lambda: calls.append(1) or world.rank == 1 and len(calls) > 6), world)
+    t = make(world, should_stop=lambda: calls.append(1) or world.rank == 1 and len(calls) > 6)
     try:
-        for row in t.updates(): pass
-    except Stopped: return dict(update=t.state.update, sequences=t.state.sequences, weights=numbers(t))
+        for row in t.updates():
+            pass
+    except Stopped:
+        return dict(update=t.state.update, sequences=t.state.sequences, weights=numbers(t))
 
 
 def test_a_stop_asked_of_one_stops_all_at_the_same_pass(tmp_path):
     a, b = together(_asked, tmp_path)
-    assert a["update"] == b["update"] > 0 and a["sequences"] == b["sequences"] and torch.equal(a["weights"], b["weights"])
+    assert (
+        a["update"] == b["update"] > 0
+        and a["sequences"] == b["sequences"]
+        and torch.equal(a["weights"], b["weights"])
+    )
 
 
 def _talk(world):
-    made = world.first_then_rest(lambda: time.sleep(3*world.is_first) or world.rank)      # longer than the timeout of the group
-    return dict(made=made, shared=world.share(dict(rank=world.rank, text="é", rows=[1.5, None])), any=[world.any(world.rank == 1), world.any(False)],
-                smallest=world.smallest(5 + world.rank), first=world.from_first(world.rank + .25))
+    made = first_then_rest(
+        world, lambda: time.sleep(3 * world.is_first) or world.rank
+    )  # longer than the timeout of the group
+    return dict(
+        made=made,
+        shared=share(world, dict(rank=world.rank, text="é", rows=[1.5, None])),
+        any=[world.any(world.rank == 1), world.any(False)],
+        smallest=world.smallest(5 + world.rank),
+        first=world.from_first(world.rank + 0.25),
+    )
 
 
 def test_agreements_and_a_wait_longer_than_any_timeout(tmp_path):
-    for rank, r in enumerate(together(_talk, tmp_path, minutes=.03)):
-        assert r == dict(made=rank, shared=dict(rank=0, text="é", rows=[1.5, None]), any=[True, False], smallest=5, first=.25)
+    for rank, r in enumerate(together(_talk, tmp_path, minutes=0.03)):
+        assert r == dict(
+            made=rank,
+            shared=dict(rank=0, text="é", rows=[1.5, None]),
+            any=[True, False],
+            smallest=5,
+            first=0.25,
+        )
 
 
 def _dropout(world, folder, until):
-    t = spread(make(dropout=True, batch_size_ramp=0.0), world)
+    t = make(world, dropout=True, batch_size_ramp=0.0)
     resume(folder, t, world, lambda text: None)
     for row in t.updates():
-        if row["update"] == until: break
-    if world.is_first: save_checkpoint(folder, t, extra=dict(microbatch_size=t.microbatch_size))
+        if row["update"] == until:
+            break
+    if world.is_first:
+        save_checkpoint(folder, t, extra=dict(microbatch_size=t.microbatch_size))
     return dict(weights=numbers(t))
 
 
 def test_resume_is_exact_with_dropout_although_only_the_first_has_saved(tmp_path):
-    for name in ("whole", "parts"): (tmp_path/name).mkdir()
-    whole = together(_dropout, tmp_path/"whole", tmp_path/"whole/checkpoints", 6)
-    together(_dropout, tmp_path/"parts", tmp_path/"parts/checkpoints", 3)
-    parts = together(_dropout, tmp_path/"parts", tmp_path/"parts/checkpoints", 6)
-    assert torch.equal(whole[0]["weights"], parts[0]["weights"]) and torch.equal(parts[0]["weights"], parts[1]["weights"])
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = together(_dropout, tmp_path / "whole", tmp_path / "whole/checkpoints", 6)
+    together(_dropout, tmp_path / "parts", tmp_path / "parts/checkpoints", 3)
+    parts = together(_dropout, tmp_path / "parts", tmp_path / "parts/checkpoints", 6)
+    assert torch.equal(whole[0]["weights"], parts[0]["weights"]) and torch.equal(
+        parts[0]["weights"], parts[1]["weights"]
+    )
     told, alone = [], make(dropout=True, batch_size_ramp=0.0)
-    resume(tmp_path/"parts/checkpoints", alone, World(), told.append)                     # one process may go on where two have stopped
-    assert torch.equal(numbers(alone), parts[0]["weights"]) and "passes of 16 sequences, now 8" in told[0]
+    resume(
+        tmp_path / "parts/checkpoints", alone, World(), told.append
+    )  # one process may go on where two have stopped
+    assert (
+        torch.equal(numbers(alone), parts[0]["weights"])
+        and "passes of 16 sequences, now 8" in told[0]
+    )
 
 
 # --- the dead and the silent
 
+
 def _dies(world, how):
-    t = spread(make(max_updates=10**6), world)
+    t = make(world, max_updates=10**6)
     for row in t.updates():
-        if row["update"] == 3 and world.rank == 1: os.kill(os.getpid(), how) if how else time.sleep(8)
+        if row["update"] == 3 and world.rank == 1:
+            os.kill(os.getpid(), how) if how else time.sleep(8)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, 0], ids=["killed", "silent"])
 def test_nobody_waits_for_the_dead_or_the_silent(how, tmp_path):
-    first, second = together(_dies, tmp_path, how, timeout=30, minutes=.05)
-    assert first["error"] == "LostRank" and "Process 0 of 2" in first["text"] and "impl.dist_timeout" in first["text"]
-    assert second is None if how else second["error"] == "LostRank"      # who wakes up late finds the others gone
+    first, second = together(_dies, tmp_path, how, timeout=30, minutes=0.05)
+    assert (
+        first["error"] == "LostRank"
+        and "Process 0 of 2" in first["text"]
+        and "impl.dist_timeout" in first["text"]
+    )
+    assert (
+        second is None if how else second["error"] == "LostRank"
+    )  # who wakes up late finds the others gone
 
 
-def test_mistakes_are_told_before_anything_begins(monkeypatch):
-    with pytest.raises(CramError, match="--nproc_per_node=1"): pick_backend(Impl(), cards=1, local_size=2)
-    with pytest.raises(CramError, match="needs a GPU"): pick_backend(Impl(dist_backend="nccl"), cards=0, local_size=2)
-    assert [pick_backend(Impl(), 2, 2), pick_backend(Impl(), 0, 2), pick_backend(Impl(dist_backend="gloo"), 1, 2), pick_backend(Impl(device="cpu"), 1, 2)] == ["nccl", "gloo", "gloo", "gloo"]
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CramError, match="RANK.*torchrun"): places()
+def test_a_lost_process_is_told_by_torchs_own_errors_and_by_nothing_else():
+    from torch import distributed as dist
+
+    lost = [
+        dist.DistBackendError("aborted"),
+        dist.DistNetworkError("reset"),
+        dist.DistStoreError("wait timeout"),
+        RuntimeError("[/x/gloo/transport/tcp/pair.cc:1] Connection closed by peer"),
+    ]
+    other = [
+        RuntimeError("Cannot restore state"),
+        RuntimeError("timed out waiting for the store"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        ValueError("gloo/"),
+    ]
+    for error in lost:
+        with pytest.raises(LostRank, match="Process 1 of 2"), noticing(World(1, 2)):
+            raise error
+    for error in other:
+        with pytest.raises(type(error)) as e, noticing(World(1, 2)):
+            raise error
+        assert e.value is error
+
+
+@pytest.mark.parametrize(
+    "variables, told",
+    [
+        (dict(WORLD_SIZE="2"), "RANK.*torchrun"),
+        (dict(WORLD_SIZE="x"), "RANK"),
+        (
+            dict(WORLD_SIZE="2", RANK="x", LOCAL_RANK="0", MASTER_ADDR="h", MASTER_PORT="1"),
+            "RANK=x is no number",
+        ),
+        (
+            dict(WORLD_SIZE="2", RANK="-1", LOCAL_RANK="0", MASTER_ADDR="h", MASTER_PORT="1"),
+            "RANK=-1",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_is_one_line(variables, told, monkeypatch, tmp_path, capsys):
+    from cramnb.cram import main
+
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CramError, match=told):
+        dist_env()
+    monkeypatch.chdir(tmp_path)
+    assert (
+        main(["pretrain"]) == 2
+        and "Traceback" not in capsys.readouterr().err
+        and not list(tmp_path.iterdir())
+    )
+
+
+def test_nccl_without_a_card_is_refused_for_one_process_too():
+    with (
+        pytest.raises(CramError, match="needs a GPU"),
+        join_world(Impl(dist_backend="nccl", device="cpu")),
+    ):
+        pass
+
+
+def test_mistakes_are_told_before_anything_begins():
+    with pytest.raises(CramError, match="--nproc_per_node=1"):
+        pick_backend(Impl(), cards=1, local_size=2)
+    with pytest.raises(CramError, match="needs a GPU"):
+        pick_backend(Impl(dist_backend="nccl"), cards=0, local_size=2)
+    assert [
+        pick_backend(Impl(), 2, 2),
+        pick_backend(Impl(), 0, 2),
+        pick_backend(Impl(dist_backend="gloo"), 1, 2),
+        pick_backend(Impl(device="cpu"), 1, 2),
+    ] == ["nccl", "gloo", "gloo", "gloo"]
 
 
 def test_without_torchrun_nothing_is_set_up():
-    with join_world(Impl()) as world: assert world.size == 1 and world.is_first and spread(t := make(), world) is t and world.any(True) and world.share("x") == "x"
+    with join_world(Impl()) as world:
+        assert (
+            world.size == 1
+            and world.is_first
+            and type(make(world)) is Trainer
+            and world.any(True)
+            and share(world, "x") == "x"
+        )
     assert launcher() == "cramnb" and not torch.distributed.is_initialized()
     assert issubclass(LostRank, RuntimeError)
 
 
 # --- the command
 
+
 def torchrun(*words: str, cwd: Path) -> subprocess.Popen:
-    env = {k: v for k, v in os.environ.items() if k != "CRAMNB_DATA"} | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "cramnb", *words], cwd=cwd, env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    env = {k: v for k, v in os.environ.items() if k != "CRAMNB_DATA"} | dict(
+        OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"
+    )
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            "--standalone",
+            "-m",
+            "cramnb",
+            *words,
+        ],
+        cwd=cwd,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def children(pid: int) -> list[int]:
@@ -233,8 +494,20 @@ def children(pid: int) -> list[int]:
 
 
 def small(texts: Path) -> list[str]:
-    return ["data=files", f"data.files={texts}", "data.vocab_size=1000", "data.heldout=0.3", "train.eval_rows=64", "arch=hf-bert-tiny", "arch.hidden_size=32", "arch.intermediate_size=64",
-            "impl.dist_backend=gloo", "impl.device=cpu", "train.progress=updates", "impl.microbatch_size=8"]
+    return [
+        "data=files",
+        f"data.files={texts}",
+        "data.vocab_size=1000",
+        "data.heldout=0.3",
+        "train.eval_rows=64",
+        "arch=hf-bert-tiny",
+        "arch.hidden_size=32",
+        "arch.intermediate_size=64",
+        "impl.dist_backend=gloo",
+        "impl.device=cpu",
+        "train.progress=updates",
+        "impl.microbatch_size=8",
+    ]
 
 
 def wait_for(condition, seconds=300):
@@ -244,23 +517,32 @@ def wait_for(condition, seconds=300):
         time.sleep(0.05)
 
 
-def updates(folder: Path) -> int: return len(p.read_text().splitlines()) if (p := folder/"metrics.jsonl").exists() else 0
+def updates(folder: Path) -> int:
+    return len(p.read_text().splitlines()) if (p := folder / "metrics.jsonl").exists() else 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
 def test_the_command_prepares_once_stops_together_goes_on_and_ends(tmp_path, texts):
     words = ["pretrain", "name=two", *small(texts), "train.max_updates=250", "impl.save_every=0.02"]
-    run, folder = torchrun(*words, cwd=tmp_path), tmp_path/"runs/two"
+    run, folder = torchrun(*words, cwd=tmp_path), tmp_path / "runs/two"
     wait_for(lambda: updates(folder) >= 30)
-    os.kill(children(run.pid)[1], signal.SIGTERM)                 # one of the two is asked to stop
+    os.kill(children(run.pid)[1], signal.SIGTERM)  # one of the two is asked to stop
     out, err = run.communicate(timeout=60)
     assert run.returncode == 0 and err.count("checkpoint is saved") == 1 and "Traceback" not in err
-    assert "Continue with: torchrun --nproc_per_node=2 --standalone -m cramnb pretrain name=two" in err
-    assert out.count("Corpus prepared") == 1 and len(list((tmp_path/"corpora").glob("*/card.json"))) == 1
+    assert (
+        "Continue with: torchrun --nproc_per_node=2 --standalone -m cramnb pretrain name=two" in err
+    )
+    assert (
+        out.count("Corpus prepared") == 1
+        and len(list((tmp_path / "corpora").glob("*/card.json"))) == 1
+    )
     stopped = updates(folder)
-    assert checkpoints(folder/"checkpoints")[-1].name == f"update_{stopped:08d}" and not (folder/"pretrain.json").exists()
+    assert (
+        checkpoints(folder / "checkpoints")[-1].name == f"update_{stopped:08d}"
+        and not (folder / "pretrain.json").exists()
+    )
 
-    run = torchrun(*words, cwd=tmp_path)                          # goes on, and one of the two dies
+    run = torchrun(*words, cwd=tmp_path)  # goes on, and one of the two dies
     wait_for(lambda: updates(folder) >= stopped + 30)
     began = time.monotonic()
     os.kill(children(run.pid)[1], signal.SIGKILL)
@@ -268,8 +550,10 @@ def test_the_command_prepares_once_stops_together_goes_on_and_ends(tmp_path, tex
     assert run.returncode != 0 and time.monotonic() - began < 40 and "Going on at" in out
     assert "another process of this run has ended" in err and "Continue with: torchrun" in err
 
-    done = cramnb(*words, cwd=tmp_path)                           # one process may finish it
+    done = cramnb(*words, cwd=tmp_path)  # one process may finish it
     assert done.returncode == 0, done.stderr
     assert "was written with passes of 16 sequences, now 8" in done.stdout
-    rows = [json.loads(line) for line in (folder/"metrics.jsonl").read_text().splitlines()]
-    assert [r["update"] for r in rows] == list(range(1, 251)) and rows[-1]["tokens"] == 250*32*128
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r["update"] for r in rows] == list(range(1, 251)) and rows[-1][
+        "tokens"
+    ] == 250 * 32 * 128

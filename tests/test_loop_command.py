@@ -1,4 +1,6 @@
-"""What the loop does when a recipe drives it: options, what is said, rates that change, the same bits twice."""
+"""What the loop does when a recipe drives it: options, what is said, rates that change, the same
+bits twice."""
+
 import dataclasses
 import itertools
 from pathlib import Path
@@ -7,20 +9,42 @@ import pytest
 import torch
 
 from cramnb.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from cramnb.cram import heldout_batches, main, make_trainer, measure, pretrain_table
-from cramnb.packing import prepare_corpus
-from cramnb.recipe import CramError, compose
+from cramnb.cram import main
+from cramnb.report import pretrain_table
+from cramnb.run import make_trainer, measure
+from cramnb.train import heldout_batches
+from cramnb.store import prepare_corpus
+from cramnb.core import CramError
+from cramnb.recipe import compose
 from toy import weights
 
-SMALL = ["arch.hidden_size=32", "arch.num_hidden_layers=2", "arch.num_attention_heads=2", "arch.intermediate_size=64", "data.vocab_size=600", "data.heldout=0.3",
-         "train.batch_size=16", "train.eval_rows=32", "train.progress=updates", "train.max_updates=6", "impl.microbatch_size=8", "impl.device=cpu"]
+SMALL = [
+    "arch.hidden_size=32",
+    "arch.num_hidden_layers=2",
+    "arch.num_attention_heads=2",
+    "arch.intermediate_size=64",
+    "data.vocab_size=600",
+    "data.heldout=0.3",
+    "train.batch_size=16",
+    "train.eval_rows=32",
+    "train.progress=updates",
+    "train.max_updates=6",
+    "impl.microbatch_size=8",
+    "impl.device=cpu",
+]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, texts):
     "A folder with a prepared corpus, and the words that use it."
     folder = tmp_path_factory.mktemp("loop")
-    words = ["data=files", f"data.files={texts}", f"impl.path={folder/'corpora'}", f"base_dir={folder/'runs'}", *SMALL]
+    words = [
+        "data=files",
+        f"data.files={texts}",
+        f"impl.path={folder / 'corpora'}",
+        f"base_dir={folder / 'runs'}",
+        *SMALL,
+    ]
     recipe = compose(words)
     return words, prepare_corpus(recipe.data, Path(recipe.impl.path))[0], folder
 
@@ -35,15 +59,28 @@ def test_an_uneven_microbatch_is_said_and_the_run_goes_through(place, capsys):
 
 def test_a_hopeless_run_is_ended_early_with_its_checkpoints(place, capsys):
     words, _, folder = place
-    stop = ["train.early_termination=True", "train.early_hours=0", "train.early_loss=0.5", "impl.save_every=1e-6"]
+    stop = [
+        "train.early_termination=True",
+        "train.early_hours=0",
+        "train.early_loss=0.5",
+        "impl.save_every=1e-6",
+    ]
     assert main(["pretrain", "name=hopeless", *words, *stop]) == 2
     assert "not below 0.5" in capsys.readouterr().err
-    assert [c.name for c in checkpoints(folder/"runs/hopeless/checkpoints")] == ["update_00000001"]
+    assert [c.name for c in checkpoints(folder / "runs/hopeless/checkpoints")] == [
+        "update_00000001"
+    ]
     assert main(["pretrain", "name=hopeful", *words, *stop[:2], "train.early_loss=100"]) == 0
 
 
 def test_the_originals_names_of_early_termination():
-    train = compose(["impl.early_termination.enabled=True", "impl.early_termination.budget=2", "impl.early_termination.loss_threshold=5.5"]).train
+    train = compose(
+        [
+            "impl.early_termination.enabled=True",
+            "impl.early_termination.budget=2",
+            "impl.early_termination.loss_threshold=5.5",
+        ]
+    ).train
     assert (train.early_termination, train.early_hours, train.early_loss) == (True, 2.0, 5.5)
 
 
@@ -53,81 +90,133 @@ def test_measuring_counts_or_not_as_the_recipe_says(place, counts):
     trainer = make_trainer(compose(words), corpus)
     ticks = itertools.count(step=100)
     trainer.clock = lambda: next(ticks)
-    loss = measure(dataclasses.replace(trainer.train, count_eval=counts), trainer, heldout_batches(corpus, compose(words)))
-    assert 3 < loss < 10 and trainer.state.elapsed == 100*counts
+    trainer.train = dataclasses.replace(trainer.train, count_eval=counts)
+    loss = measure(trainer, heldout_batches(corpus, trainer.train))
+    assert 3 < loss < 10 and trainer.state.elapsed == 100 * counts
 
 
-@pytest.mark.parametrize("options, line", [
-    ([], "Compiling is inside the budget; measuring and saving are outside."),
-    (["train.count_eval=True"], "Compiling and measuring are inside the budget; saving is outside."),
-    (["train.count_compile=False"], "Nothing but training is inside the budget; compiling and measuring and saving are outside.")])
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        ([], "Compiling is inside the budget; measuring and saving are outside."),
+        (
+            ["train.count_eval=True"],
+            "Compiling and measuring are inside the budget; saving is outside.",
+        ),
+        (
+            ["train.count_compile=False"],
+            "Nothing but training is inside the budget; "
+            "compiling and measuring and saving are outside.",
+        ),
+    ],
+)
 def test_the_report_says_what_the_budget_holds(options, line):
-    summary = dict.fromkeys(("parameters", "updates", "skipped", "tokens", "epochs", "tokens_per_second", "flops", "loss", "first_heldout", "heldout", "unigram"), 1)
-    assert line in pretrain_table(summary | dict(device="cpu", device_name="none", torch="0"), compose(options))
+    summary = dict.fromkeys(
+        (
+            "parameters",
+            "updates",
+            "skipped",
+            "tokens",
+            "epochs",
+            "tokens_per_second",
+            "flops",
+            "loss",
+            "first_heldout",
+            "heldout",
+            "unigram",
+        ),
+        1,
+    )
+    assert line in pretrain_table(
+        summary | dict(device="cpu", device_name="none", torch="0"), compose(options)
+    )
 
 
 def test_the_mask_rate_falls_over_the_budget_and_a_resumed_run_asks_the_same(place, tmp_path):
     words, corpus, _ = place
     recipe = compose([*words, "train.mlm_probability=0.3", "train.mlm_probability_end=0.15"])
+
     def watched():
         trainer = make_trainer(recipe, corpus)
-        asked, draw = [], trainer.next_batch
-        def next_batch(size):
-            batch = draw(size)
-            asked.append((trainer.state.microbatch, batch.positions.shape[1], (batch.labels != -100).sum(1).tolist()))
+        asked, draw = [], trainer.batches
+
+        def batches(start, n, number, x):
+            batch = draw(start, n, number, x)
+            asked.append((number, batch.positions.shape[1], (batch.labels != -100).sum(1).tolist()))
             return batch
-        trainer.next_batch = next_batch
+
+        trainer.batches = batches
         return trainer, asked
+
     whole, asked = watched()
     for row in whole.updates():
-        if row["update"] == 3: save_checkpoint(tmp_path, whole)
+        if row["update"] == 3:
+            save_checkpoint(tmp_path, whole)
     T = recipe.data.seq_length
-    assert {width for _, width, _ in asked} == {round(.3*T)}, "one shape from the first to the last pass"
-    assert [n for n, _ in itertools.groupby(counts[0] for _, _, counts in asked)] == [round((.3 - .15*u/6)*T) for u in range(6)]
+    assert {width for _, width, _ in asked} == {round(0.3 * T)}, (
+        "one shape from the first to the last pass"
+    )
+    assert [n for n, _ in itertools.groupby(counts[0] for _, _, counts in asked)] == [
+        round((0.3 - 0.15 * u / 6) * T) for u in range(6)
+    ]
     again, asked_again = watched()
     load_checkpoint(tmp_path, again)
-    for row in again.updates(): pass
+    for row in again.updates():
+        pass
     assert asked_again == asked[6:] and torch.equal(weights(whole), weights(again))
 
 
-@pytest.mark.parametrize("deterministic", ["False", "True"])
-def test_two_runs_of_one_recipe_are_equal_to_the_last_bit(place, deterministic):
+def test_two_runs_of_one_recipe_are_equal_to_the_last_bit(place):
     words, corpus, _ = place
+
     def run(seed):
-        trainer = make_trainer(compose([*words, f"impl.deterministic={deterministic}", f"seed={seed}", "train.dropout=True"]), corpus)
+        trainer = make_trainer(compose([*words, f"seed={seed}", "train.dropout=True"]), corpus)
         return [row["loss"] for row in trainer.updates()], weights(trainer)
-    try: (a, end), (b, end_again), (c, _) = run(0), run(0), run(1)
-    finally: torch.use_deterministic_algorithms(False)
+
+    (a, end), (b, end_again), (c, _) = run(0), run(0), run(1)
     assert a == b and torch.equal(end, end_again) and a != c
 
 
-def test_auto_probes_before_the_clock_starts(place, monkeypatch):
-    "On a GPU; here the card is a wish. Gradients and room for the optimizer are given back."
-    import cramnb.cram
-    words, corpus, _ = place
-    tried = []
-    def probe(step, batch_size, device, largest):
-        for n in (2, 4): step(n); tried.append(n)
-        return 4
-    monkeypatch.setattr(cramnb.cram, "probe_microbatch", probe)
-    recipe = compose([*words, "impl.microbatch_size=auto"])
-    assert cramnb.cram.auto_microbatch(recipe, None, None, torch.device("cpu")) == 16      # a CPU does not probe
-    trainer = make_trainer(recipe, corpus)
-    device = type("Device", (), dict(type="cuda", __str__=lambda self: "cpu"))()
-    monkeypatch.setattr(cramnb.cram, "pick_precision", lambda impl, device: torch.float32)
-    monkeypatch.setattr(torch, "autocast", lambda *a, **k: __import__("contextlib").nullcontext())
-    assert cramnb.cram.auto_microbatch(recipe, trainer.model, trainer.batches, device) == 4 and tried == [2, 4]
-    assert all(p.grad is None for p in trainer.model.parameters()) and trainer.state.elapsed == 0
+def test_a_run_leaves_the_process_as_it_was(place):
+    words, _, folder = place
+
+    def settings():
+        return (
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+            torch.get_rng_state().tolist(),
+        )
+
+    before = settings()
+    assert (
+        main(
+            [
+                "pretrain",
+                "name=polite",
+                *words,
+                "impl.deterministic=true",
+                "impl.threads=2",
+                "train.dropout=true",
+            ]
+        )
+        == 0
+    )
+    assert settings() == before
 
 
 def test_memory_that_is_short_is_told_to_the_user(place, capsys, monkeypatch):
-    import cramnb.train
+    import cramnb.device
+
     words, _, _ = place
-    plain = cramnb.train.mlm_loss
+    plain = cramnb.device.mlm_loss
+
     def loss(model, batch):
-        if len(batch.input_ids) > 4 and model.training is False and torch.is_grad_enabled(): raise torch.OutOfMemoryError("CUDA out of memory.")
+        if len(batch.input_ids) > 4 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         return plain(model, batch)
-    monkeypatch.setattr(cramnb.train, "mlm_loss", loss)
+
+    monkeypatch.setattr(cramnb.device, "mlm_loss", loss)
     assert main(["pretrain", "name=short", *words]) == 0
     assert "passes of 4 sequences" in capsys.readouterr().out
 
@@ -136,4 +225,5 @@ def test_a_schedule_that_is_not_there_is_told_before_anything_begins(place, caps
     words, _, _ = place
     assert main(["pretrain", "name=unknown", *words, "train.scheduler=triangel2"]) == 2
     assert "Did you mean 'triangle2'" in capsys.readouterr().err
-    with pytest.raises(CramError): compose(["train.average=rows"])
+    with pytest.raises(CramError):
+        compose(["train.average=rows"])

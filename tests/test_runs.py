@@ -1,0 +1,400 @@
+"""The folder of a run: opened, locked, listed, and the weights that eval.checkpoint means."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import cramnb
+
+from cramnb.core import CramError, write_json
+from cramnb.cram import main
+from cramnb.recipe import compose, to_dict
+from cramnb.runs import (
+    Checkpoint,
+    check_folder,
+    is_running,
+    list_runs,
+    lock_run,
+    make_folder,
+    read_log,
+    read_recipe,
+    resolve_checkpoint,
+    runs_table,
+)
+from cramnb.watch import Log
+
+SMALL = [
+    "arch.hidden_size=32",
+    "arch.num_hidden_layers=1",
+    "arch.num_attention_heads=2",
+    "arch.intermediate_size=64",
+    "data.vocab_size=600",
+    "data.heldout=0.3",
+    "data.seq_length=32",
+    "train.batch_size=16",
+    "train.eval_rows=32",
+    "train.progress=updates",
+    "train.max_updates=4",
+    "impl.microbatch_size=8",
+    "impl.device=cpu",
+]
+EVAL = ["eval.tasks=order", "eval.epochs=1", "eval.max_train_examples=32", "eval.max_seq_length=32"]
+
+
+def fake_run(base: Path, name: str, rows: int = 5, **files):
+    folder = base / name
+    folder.mkdir(parents=True)
+    write_json(folder / "recipe.json", dict(train=dict(lr=1)))
+    log = Log(folder / "metrics.jsonl")
+    for u in range(1, rows + 1):
+        log.write(
+            dict(
+                update=u,
+                progress=u / 10,
+                elapsed=60.0 * u,
+                tokens=1000 * u,
+                loss=7.0 - u / 10,
+                tokens_per_second=10.0,
+                **({"heldout": 6.5} if u == rows else {}),
+            )
+        )
+    for k, v in files.items():
+        (folder / f"{k}.json").write_text(v if isinstance(v, str) else json.dumps(v))
+    return folder
+
+
+# --- looking
+
+
+def test_listing_runs_needs_no_torch():
+    heavy = "('torch', 'transformers', 'numpy')"
+    code = f"import sys, cramnb.runs; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_runs_are_listed_whatever_state_they_are_in(tmp_path):
+    base = tmp_path / "runs"
+    (
+        fake_run(base, "half"),
+        fake_run(
+            base,
+            "ready",
+            pretrain=dict(loss=3.21, heldout=3.3, tokens=12_345, device_name="NVIDIA H200"),
+        ),
+    )
+    (
+        fake_run(
+            base, "judged", pretrain=dict(loss=3.0, heldout=3.1, tokens=1), glue=dict(mean=0.8071)
+        ),
+        fake_run(base, "torn", pretrain='{"loss": 3'),
+        fake_run(base, "odd", pretrain="[1, 2]"),
+    )
+    (
+        fake_run(base, "texts", pretrain=dict(loss="low", tokens=[1], device_name="\x1b[2J\n|")),
+        fake_run(base, "scrap", glue='{"mean": {}}'),
+    )
+    fake_run(base, "empty", rows=0)
+    busy = fake_run(base, "busy")
+    write_json(fake_run(base, "none") / "recipe.json", [])
+    (base / "thesis").mkdir()
+    (base / "notes.txt").write_text("x")
+    with lock_run(busy):
+        assert is_running(busy)
+        states = {r["name"]: r["state"] for r in list_runs(base)}
+    assert (
+        states["half"] == "unfinished at 50 %"
+        and states["ready"] == "finished"
+        and states["judged"] == "scored"
+        and states["busy"] == "running now, 50 %"
+    )
+    assert (
+        states["torn"] == states["odd"] == "damaged (pretrain.json)"
+        and states["none"] == "damaged (recipe.json)"
+        and states["empty"] == "unfinished at 0 %"
+        and "thesis" not in states
+    )
+    assert (
+        not is_running(busy)
+        and not is_running(base / "half")
+        and not (base / ".half.lock").exists()
+    )
+    table = runs_table(list_runs(base))
+    assert (
+        "80.7" in table
+        and "12,345" in table
+        and "NVIDIA H200" in table
+        and "3.210" in table
+        and len({len(line) for line in table.splitlines()}) == 1
+    )
+    assert "\x1b" not in table, "control characters of a file reach the terminal"
+
+
+def test_looking_does_not_keep_a_run_from_starting(tmp_path):
+    folder = tmp_path / "runs/a"
+    folder.mkdir(parents=True)
+    with lock_run(folder):
+        pass
+    for _ in range(20):
+        is_running(folder)
+        with lock_run(folder):
+            assert is_running(folder)
+
+
+def test_a_log_holds_numbers_and_nothing_else_is_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"update": 1, "loss": 2.5}\n{"update": 2, "loss": "low"}\n{"update": "3"}\n'
+        + "[" * 100_000
+        + '\n{"update": 4, "loss": null, "tokens": 7}\n'
+    )
+    assert [r["update"] for r in read_log(path)] == [1, 4] and math.isnan(read_log(path)[1]["loss"])
+    assert [r["update"] for r in read_log(path, needs=("tokens",))] == [4] and [
+        r["update"] for r in read_log(path, last=3)
+    ] == [1]
+
+
+# --- opening
+
+
+def test_a_folder_that_cannot_be_used_is_told_and_nothing_is_made(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for base, told in (("file", "no folder"), ("file/below", "no folder")):
+        with pytest.raises(CramError, match=told):
+            check_folder(compose([f"base_dir={tmp_path / base}"]))
+    (tmp_path / "runs/thesis").mkdir(parents=True)
+    (tmp_path / "runs/thesis/chapter.txt").write_text("x")
+    with pytest.raises(CramError, match="holds no run"):
+        make_folder(compose([f"base_dir={tmp_path / 'runs'}", "name=thesis", "fresh=True"]))
+    check_folder(compose([f"base_dir={tmp_path / 'new' / 'deep'}"]))
+    assert not (tmp_path / "new").exists() and (tmp_path / "runs/thesis/chapter.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"train": null}', '{"train": {"lr": {}}}', '{"nonsense": 1}', '"x"']
+)
+def test_a_damaged_recipe_is_one_line(text, tmp_path):
+    (tmp_path / "recipe.json").write_text(text)
+    with pytest.raises(CramError) as e:
+        read_recipe(tmp_path)
+    assert "recipe.json" in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_mistake_leaves_no_empty_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        main(["pretrain", "data=files", "data.files=nowhere"]) == 2
+        and main(["pretrain", "train.scheduler=triangel2"]) == 2
+    )
+    assert "nowhere" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+# --- what eval.checkpoint means
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, texts):
+    "A finished run with a kept checkpoint, and the words that made it."
+    folder = tmp_path_factory.mktemp("resolved")
+    words = [
+        "data=files",
+        f"data.files={texts}",
+        f"impl.path={folder / 'corpora'}",
+        f"base_dir={folder / 'runs'}",
+        *SMALL,
+    ]
+    assert main(["pretrain", "name=mine", *words, "impl.save_every=1e-6"]) == 0
+    return folder, words
+
+
+def test_each_form_of_a_checkpoint_is_resolved_once(done):
+    folder, words = done
+    run = folder / "runs/mine"
+    find = lambda value, name="mine": resolve_checkpoint(
+        compose([*words, f"name={name}", f"eval.checkpoint={value}"])
+    )
+    assert find("latest") == Checkpoint(run / "model", run, own=True, label="run mine, latest")
+    assert find("untrained").untrained and not find("untrained").own
+    best = find("best")
+    assert (
+        best.where == run / "best"
+        and best.run == run
+        and not best.own
+        and (best.where / "tokenizer.json").exists()
+        and (best.where / "model.safetensors").exists()
+    )
+    assert (
+        find("mine", "other") == Checkpoint(run / "model", run, label="mine")
+        and find(run / "model", "other").run == run
+    )
+    foreign = folder / "elsewhere" / "bert"
+    if not foreign.exists():
+        import shutil
+
+        shutil.copytree(run / "model", foreign)
+    found = find(foreign, "other")
+    assert (
+        found.where == foreign
+        and found.run is None
+        and not found.own
+        and find(f"{foreign}-untrained", "other").untrained
+    )
+    with pytest.raises(CramError, match="Did you mean 'mine'"):
+        find("mien")
+    with pytest.raises(CramError, match="no run"):
+        find("latest", "other")
+
+
+def test_a_hub_name_that_cannot_be_had_is_one_line(done, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HF_HUB_OFFLINE", True
+    )  # no waiting for a network
+    folder, words = done
+    for name in ("hf://LOCAL", "hf://", f"hf://{tmp_path / 'none'}", "hf://no/such/name-untrained"):
+        with pytest.raises(CramError) as e:
+            resolve_checkpoint(compose([*words, f"eval.checkpoint={name}"]))
+        assert "\n" not in str(e.value)
+
+
+# --- the whole way
+
+
+def test_a_run_that_goes_on_with_another_text_is_refused(done, texts, tmp_path, capsys):
+    folder, words = done
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text(Path(texts).read_text())
+    words = [
+        *[w for w in words if not w.startswith(("data.files", "base_dir"))],
+        f"data.files={mine}",
+        f"base_dir={tmp_path / 'runs'}",
+        "name=torn",
+        "impl.save_every=1e-6",
+    ]
+    stop = ["train.early_termination=True", "train.early_hours=0", "train.early_loss=0.5"]
+    assert main(["pretrain", *words, *stop]) == 2 and list(
+        (tmp_path / "runs/torn/checkpoints").iterdir()
+    )
+    write_json(
+        tmp_path / "runs/torn/recipe.json", to_dict(compose(words))
+    )  # the same numbers are learnt; only the end was ours
+    mine.write_text("".join(reversed(mine.read_text().splitlines(True))))
+    capsys.readouterr()
+    assert main(["pretrain", *words]) == 2
+    assert "another corpus" in capsys.readouterr().err
+    mine.write_text(Path(texts).read_text())
+    assert main(["pretrain", *words]) == 0 and "Going on" in capsys.readouterr().out
+
+
+def test_a_full_disk_at_the_end_keeps_the_checkpoint_and_says_where(
+    done, tmp_path, capsys, monkeypatch
+):
+    import torch
+    import transformers
+
+    folder, words = done
+
+    def full(self, *_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
+        assert main(["pretrain", "name=full", *words]) == 2
+    err, run = capsys.readouterr().err, folder / "runs/full"
+    assert "The disk is full" in err and str(run / "model") in err and "Traceback" not in err
+    assert not (run / "model").exists() and (run / "checkpoints/update_00000004").is_dir()
+    assert (
+        main(["pretrain", "name=full", *words]) == 0 and (run / "model/model.safetensors").exists()
+    )
+    assert torch.are_deterministic_algorithms_enabled() is False
+
+
+def test_trials_are_found_again_and_never_those_of_other_weights(done, capsys):
+    folder, words = done
+    run = folder / "runs/mine"
+    files = lambda: {p: p.stat().st_mtime_ns for p in run.glob("eval/*/*.seed0.json")}
+    assert main(["eval", "name=mine", *words, *EVAL]) == 0
+    first = files()
+    assert len(first) == 1 and json.loads((run / "glue.json").read_text())["checkpoint"] == str(
+        run / "model"
+    )
+    assert main(["eval", "name=mine", *words, *EVAL]) == 0 and files() == first, (
+        "a trial was run again"
+    )
+    weights = run / "model/model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 0x01
+    weights.write_bytes(data)
+    assert main(["eval", "name=mine", *words, *EVAL]) == 0
+    second = files()
+    assert set(first) < set(second) and len(second) == 2, "trials of other weights were reused"
+    assert main(["eval", "name=mine", *words, *EVAL, "eval.lr=1e-5"]) == 0 and len(files()) == 3
+    data[-1] ^= 0x01
+    weights.write_bytes(data)
+
+
+def test_an_evaluation_that_fails_leaves_nothing(done, capsys):
+    folder, words = done
+    before = sorted(p.name for p in (folder / "runs/mine").rglob("*"))
+    bad = folder / "table.csv"
+    bad.write_text("text,label\n")
+    assert main(["eval", "name=mine", *words, f"eval.files={bad}"]) == 2
+    assert (
+        sorted(p.name for p in (folder / "runs/mine").rglob("*")) == before
+        and "Traceback" not in capsys.readouterr().err
+    )
+
+
+def test_nothing_is_written_beside_a_foreign_model(done, tmp_path, capsys):
+    import shutil
+
+    folder, words = done
+    foreign = tmp_path / "shelf/bert"
+    shutil.copytree(folder / "runs/mine/model", foreign)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["eval", *words, *EVAL, f"eval.checkpoint={foreign}"]) == 0
+    assert sorted(tmp_path.rglob("*")) == before and list(
+        (folder / "runs/eval/eval").glob("*/glue.json")
+    )
+
+
+def test_damaged_files_of_a_run_are_one_line(done, tmp_path, capsys):
+    import shutil
+
+    folder, words = done
+    base = tmp_path / "runs"
+    words = [*[w for w in words if not w.startswith("base_dir")], f"base_dir={base}"]
+    for file in (
+        "recipe.json",
+        "pretrain.json",
+        "metrics.jsonl",
+        "tracking.json",
+        "model/config.json",
+        "model/tokenizer.json",
+        "model/tokenizer_config.json",
+    ):
+        for text in ("", "[]", "{", '{"a": 1}', "null", "\x00\x01"):
+            shutil.rmtree(base, ignore_errors=True)
+            shutil.copytree(folder / "runs/mine", base / "mine")
+            (base / "mine/report.md").unlink()
+            (base / "mine" / file).write_text(text)
+            for command in (
+                ["pretrain", "name=mine", *words],
+                ["eval", "name=mine", *words, *EVAL, "dryrun=True"],
+                ["runs", f"base_dir={base}"],
+            ):
+                assert main(command) in (0, 2), (file, text, command[0])
+                assert len(capsys.readouterr().err.splitlines()) < 12
+
+
+def test_the_command_that_lists_answers_at_once(done):
+    import time
+
+    began = time.monotonic()
+    run = cramnb("runs", f"base_dir={done[0] / 'runs'}", cwd=done[0])
+    assert run.returncode == 0 and "| mine" in run.stdout and "1 CPU thread " in run.stdout
+    assert time.monotonic() - began < 5, "torch was imported"  # under a second on a quiet machine
