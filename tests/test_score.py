@@ -1,0 +1,277 @@
+"""Many trials: protocols, medians, what is kept and what is run again."""
+
+# ruff: noqa: F811
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from exam import EV, checkpoint, rows_of, tokenizer, write  # noqa: F401
+from safetensors.torch import load_file, save_file
+from scipy import stats
+
+from cramnb.exams import load_folder, load_tasks
+from cramnb.finetune import Trial, leak, run_trial
+from cramnb.glue import TASKS
+from cramnb.recipe import preset
+from cramnb.score import (
+    evaluate_checkpoint,
+    hold_out,
+    mean_score,
+    plot_scores,
+    score_table,
+    summarise,
+    within_rules,
+)
+
+
+def judge(checkpoint, ev, folder, **more):
+    "As the command does: load the exams, then run what is missing."
+    return evaluate_checkpoint(checkpoint, load_tasks(ev), ev, folder, **more)
+
+
+def test_protocols_of_the_reference_and_the_rules():
+    sane = preset("eval", "GLUE_sane")
+    assert (
+        sane.lr,
+        sane.betas,
+        sane.eps,
+        sane.weight_decay,
+        sane.batch_size,
+        sane.epochs,
+        sane.warmup,
+        sane.max_seq_length,
+        sane.classifier_pooling,
+    ) == (4e-5, [0.9, 0.98], 1e-6, 0, 16, 5, 0.1, 128, "first")
+    assert within_rules(sane) == within_rules(preset("eval", "local")) == "within the rules"
+    assert "10 epochs" in within_rules(
+        preset("eval", "GLUE")
+    ) and "best of 4 learning rates" in within_rules(preset("eval", "bert-sweep"))
+
+
+def test_the_leak_is_the_originals():
+    sane = preset("eval", "GLUE_sane")
+    for name, updates, share in (
+        ("cola", 2675, 0.0998),
+        ("mnli", 122720, 0.0022),
+        ("mrpc", 1150, 0.232),
+        ("rte", 780, 0.342),
+    ):
+        got = leak(sane, TASKS["cola"].rows[0], TASKS[name].rows[0])
+        assert round(got.warmup * updates) == 267 and got.warmup == pytest.approx(share, abs=1e-3)
+
+
+def test_a_sweep_takes_each_tasks_best_and_says_so(checkpoint, tmp_path):
+    write(tmp_path / "glue/rte", dict(train=rows_of("rte", 32), dev=rows_of("rte", 16, 1)))
+    ev = replace(
+        EV, tasks="rte", glue_dir=str(tmp_path / "glue"), sweep_lr=[1e-5, 2e-3], trials=2, epochs=1
+    )
+    trials = judge(checkpoint, ev, tmp_path / "eval")
+    assert len(trials) == 4 and {t.setting for t in trials} == {"lr 1e-05", "lr 0.002"}
+    best = summarise(trials)[0]
+    tuned = {
+        s: np.median([t.metrics["accuracy_tune"] for t in trials if t.setting == s])
+        for s in {t.setting for t in trials}
+    }
+    assert tuned[best.setting] == max(tuned.values())
+    table = score_table(trials, ev)
+    assert "not within the rules" in table and f"training rows: rte {best.setting}" in table
+
+
+def test_interrupted_trials_are_run_again_and_others_are_not(checkpoint, tmp_path):
+    write(tmp_path / "glue/rte", dict(train=rows_of("rte", 32), dev=rows_of("rte", 16, 1)))
+    ev = replace(EV, tasks="rte", glue_dir=str(tmp_path / "glue"), trials=3, epochs=1)
+    ran, lefts = [], []
+
+    def stop(stage, done, total, **notes):
+        ran.append(stage)
+        lefts.append(notes['seconds_left'])
+        if "trial 2" in stage and ran.count(stage) > 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        judge(checkpoint, ev, tmp_path / "eval", progress=stop)
+    assert all(s > 0 for s in lefts) and len(list((tmp_path / "eval").glob("*.json"))) == 1
+    again = []
+    trials = judge(
+        checkpoint, ev, tmp_path / "eval", progress=lambda stage, *_, **__: again.append(stage)
+    )
+    assert not any("trial 1" in s for s in again) and [t.seed for t in trials] == [0, 1, 2]
+    alone = run_trial(checkpoint, TASKS["rte"], load_folder("rte", tmp_path / "glue"), ev, 1)[0]
+    assert trials[1].metrics == alone.metrics
+
+
+def test_predictions_in_glues_submission_format(checkpoint, tmp_path):
+    test = [{k: v for k, v in r.items() if k != "label"} for r in rows_of("mnli", 5)]
+    write(
+        tmp_path / "glue/mnli",
+        dict(
+            train=rows_of("mnli", 12),
+            dev_matched=rows_of("mnli", 6),
+            dev_mismatched=rows_of("mnli", 6),
+            test_matched=test,
+            test_mismatched=test,
+        ),
+    )
+    write(tmp_path / "glue/stsb", dict(train=rows_of("stsb", 12), dev=rows_of("stsb", 6)))
+    judge(
+        checkpoint,
+        replace(EV, tasks="mnli,stsb", glue_dir=str(tmp_path / "glue"), epochs=1),
+        tmp_path / "eval",
+    )
+    where = tmp_path / "eval/predictions"
+    assert sorted(p.name for p in where.iterdir()) == ["MNLI-m.tsv", "MNLI-mm.tsv", "STS-B.dev.tsv"]
+    lines = (where / "MNLI-mm.tsv").read_text().splitlines()
+    assert (
+        lines[0] == "index\tprediction"
+        and len(lines) == 6
+        and all(line.split("\t")[1] in TASKS["mnli"].labels for line in lines[1:])
+    )
+    assert all(
+        0 <= float(line.split("\t")[1]) <= 5
+        for line in (where / "STS-B.dev.tsv").read_text().splitlines()[1:]
+    )
+
+
+def test_answers_that_are_no_numbers_count_as_nothing_and_are_said(checkpoint):
+    trial, _ = run_trial(
+        checkpoint,
+        TASKS["stsb"],
+        dict(train=rows_of("stsb", 16), dev=rows_of("stsb", 8)),
+        replace(EV, lr=1e30, epochs=1, batch_size=2),
+        0,
+    )
+    assert trial.metrics == dict(pearson=0.0, spearman=0.0) and "not numbers" in trial.remark
+
+
+def test_picture_of_scores():
+    figure = plot_scores(
+        summarise(
+            [Trial("rte", i, dict(accuracy=0.5 + i / 50), 0.53, 0.0) for i in range(3)]
+            + [Trial("cola", 0, dict(matthews=-0.05), 0.0, 0.0)]
+        )
+    )
+    words = [t.get_text() for t in figure.legends[0].get_texts()]
+    assert sum("published" in w for w in words) == 4 and figure.axes[0].get_ylim()[0] <= -5
+
+
+def test_a_training_set_that_is_cut_is_said_and_each_half_of_mnli_has_its_baseline(
+    checkpoint, tmp_path
+):
+    rows = lambda n, kind: [r | dict(label=kind) for r in rows_of("mnli", n)]
+    write(
+        tmp_path / "mnli",
+        dict(
+            train=rows_of("mnli", 60),
+            dev_matched=rows(3, 0) + rows(1, 1),
+            dev_mismatched=rows(1, 0) + rows(1, 1),
+        ),
+    )
+    trials = judge(
+        checkpoint,
+        replace(EV, tasks="mnli", glue_dir=str(tmp_path), max_train_examples=20, epochs=1),
+        tmp_path / "out",
+    )
+    assert "trained on the first 20 of 60 rows" in trials[
+        0
+    ].remark and "60 of 392,702 training rows" in score_table(trials, EV)
+    assert [s.baseline for s in summarise(trials)] == [0.75, 0.5]
+
+
+def test_the_mean_is_over_nine_numbers_as_published():
+    card = dict(
+        sst2=dict(accuracy=0.92),
+        stsb=dict(pearson=0.874),
+        rte=dict(accuracy=0.585),
+        qnli=dict(accuracy=0.902),
+        qqp=dict(f1=0.875),
+        mrpc=dict(f1=0.889),
+        cola=dict(matthews=0.533),
+        mnli=dict(accuracy=0.841, accuracy_mm=0.846),
+        wnli=dict(accuracy=0.563),
+    )
+    scores = summarise([Trial(n, 0, m, 0.0, 0.0) for n, m in card.items()])
+    mean, harmonic = mean_score(scores)
+    assert (
+        f"{100 * mean:.1f}" == "80.7"
+        and sum(s.in_mean for s in scores) == 9
+        and harmonic == pytest.approx(stats.hmean([s.median for s in scores if s.in_mean]))
+    )
+
+
+def test_median_of_five_not_the_best():
+    trials = [
+        Trial("rte", i, dict(accuracy=v), 0.5, 0.0)
+        for i, v in enumerate((0.5, 0.9, 0.6, 0.55, 0.58))
+    ]
+    assert summarise(trials)[0].median == 0.58
+    for word in ("50.0 90.0 60.0 55.0 58.0", "40.0", "median, last epoch; within the rules"):
+        assert word in score_table(trials, replace(EV, trials=5))
+
+
+def stages(checkpoint, ev, folder, **more):
+    "The trials that are run, as progress names them."
+    ran = []
+    judge(checkpoint, ev, folder, progress=lambda stage, *_, **__: ran.append(stage), **more)
+    return list(dict.fromkeys(ran))
+
+
+def test_trials_of_other_weights_rows_or_protocols_are_never_reused(checkpoint, tmp_path):
+    write(tmp_path / "glue/rte", dict(train=rows_of("rte", 16), dev=rows_of("rte", 8, 1)))
+    ev = replace(EV, tasks="rte", glue_dir=str(tmp_path / "glue"), epochs=1)
+    own, out = shutil.copytree(checkpoint, tmp_path / "own"), tmp_path / "out"
+    assert len(stages(own, ev, out)) == 1 and stages(own, ev, out) == []
+    moved = shutil.copytree(tmp_path / "glue", tmp_path / "moved")
+    assert stages(own, replace(ev, glue_dir=str(moved)), out) == [], "a path is no content"
+    assert len(stages(own, replace(ev, trials=2), out)) == 1, "the first trial is still good"
+    assert len(stages(own, replace(ev, lr=1e-3), out)) == 1
+    assert len(stages(own, ev, out, precision=torch.bfloat16)) == 1
+    assert len(stages(own, ev, out)) == 1
+    write(tmp_path / "glue/rte", dict(dev=rows_of("rte", 8, 2)))
+    assert len(stages(own, ev, out)) == 1, "other rows, other answers"
+    weights = load_file(own / "model.safetensors")
+    name = next(n for n in weights if "mlp" in n)
+    save_file(weights | {name: weights[name] + 1}, own / "model.safetensors", {"format": "pt"})
+    assert len(stages(own, ev, out)) == 1 and stages(own, ev, out) == []
+    named = dict(weights="of a hub name that is a folder here")
+    assert len(stages(str(own), ev, tmp_path / "named", **named)) == 1
+    save_file(weights, own / "model.safetensors", {"format": "pt"})
+    assert len(stages(str(own), ev, tmp_path / "named", **named)) == 1
+
+
+def damaged(path):
+    "A trial file in many broken forms, and one that is whole but not what was measured."
+    good = json.loads(path.read_text())
+    yield from (b"", b"[]", b"null", b"{", b"\xff\xfe", b"[" * 100_000)
+    for key in ("metrics", "predictions", "key", "target", "seed"):
+        yield json.dumps(good | {key: []}).encode()
+        yield json.dumps({k: v for k, v in good.items() if k != key}).encode()
+    yield json.dumps(good | dict(metrics=dict(accuracy=1.0))).encode()
+
+
+def test_a_damaged_trial_is_run_again(checkpoint, tmp_path):
+    write(tmp_path / "rte", dict(train=rows_of("rte", 4), dev=rows_of("rte", 4, 1)))
+    ev = replace(EV, tasks="rte", glue_dir=str(tmp_path), epochs=1)
+    want = judge(checkpoint, ev, tmp_path / "out")
+    path = tmp_path / "out/rte.seed0.json"
+    for content in damaged(path):
+        path.write_bytes(content)
+        assert judge(checkpoint, ev, tmp_path / "out") == want
+
+
+def test_a_sweep_never_looks_at_the_rows_that_judge(checkpoint, tmp_path):
+    rows = dict(train=rows_of("rte", 40), dev=rows_of("rte", 16, 1))
+    ev = replace(EV, tasks="rte", sweep_lr=[1e-5, 2e-3], epochs=1)
+    found = {}
+    for flip in (0, 1):
+        dev = [r | dict(label=abs(r["label"] - flip)) for r in rows["dev"]]
+        tasks = [(TASKS["rte"], rows | dict(dev=dev), "")]
+        trials = evaluate_checkpoint(checkpoint, tasks, ev, tmp_path / str(flip))
+        found[flip] = summarise(trials)[0]
+    assert found[0].setting == found[1].setting
+    assert found[0].median == pytest.approx(1 - found[1].median)
+    kept = hold_out(rows)
+    assert len(kept["tune"]) == 4 and len(kept["train"]) == 36
+    assert sorted(r["idx"] for r in kept["train"] + kept["tune"]) == list(range(40))
