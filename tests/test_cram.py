@@ -1,4 +1,6 @@
-"""The main job, as a user runs it: raw text to score report, stopped, killed, continued, on real data."""
+"""The main job, as a user runs it: raw text to score report, stopped, killed, continued, on real
+data."""
+
 import json
 import os
 import signal
@@ -10,13 +12,27 @@ from pathlib import Path
 import pytest
 from conftest import beside, cramnb
 
-SMALL = ["budget=5s", "data.vocab_size=1000", "data.heldout=0.3", "eval.epochs=1", "eval.max_train_examples=100", "train.eval_rows=64"]
+SMALL = [
+    "budget=5s",
+    "data.vocab_size=1000",
+    "data.heldout=0.3",
+    "eval.epochs=1",
+    "eval.max_train_examples=100",
+    "train.eval_rows=64",
+]
 
 
 def start(*words: str, cwd: Path) -> subprocess.Popen:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env.pop("CRAMNB_DATA", None)
-    return subprocess.Popen([sys.executable, "-m", "cramnb", *words], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-m", "cramnb", *words],
+        cwd=cwd,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def wait_for(condition, seconds=300):
@@ -27,7 +43,7 @@ def wait_for(condition, seconds=300):
 
 
 def updates(folder: Path) -> int:
-    path = folder/"metrics.jsonl"
+    path = folder / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
@@ -41,45 +57,91 @@ def done(tmp_path_factory, texts):
 
 def test_cram_writes_everything_and_says_where(done):
     folder, first = done
-    run = folder/"runs/cram"
-    report = (run/"report.md").read_text()
-    for word in ("tokens seen", "tokens per second", "FLOPs spent", "held-out loss", "unigram entropy", "acceptability", "order", "similarity", "train.lr", "after cutting repeats", "run.png"): assert word in report
-    assert (run/"run.png").read_bytes()[:4] == b"\x89PNG"
-    rows = [json.loads(line) for line in (run/"metrics.jsonl").read_text().splitlines()]
-    assert {"update", "elapsed", "loss", "lr", "batch_size", "tokens"} <= set(rows[0]) and [r["update"] for r in rows] == list(range(1, len(rows)+1))
-    for word in ("| task |", "Report:", "Model:", "corpora"): assert word in first.stdout
+    run = folder / "runs/cram"
+    report = (run / "report.md").read_text()
+    for word in (
+        "tokens seen",
+        "tokens per second",
+        "FLOPs spent",
+        "held-out loss",
+        "unigram entropy",
+        "acceptability",
+        "order",
+        "similarity",
+        "train.lr",
+        "after cutting repeats",
+        "run.png",
+    ):
+        assert word in report
+    assert (run / "run.png").read_bytes()[:4] == b"\x89PNG"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {"update", "elapsed", "loss", "lr", "batch_size", "tokens"} <= set(rows[0]) and [
+        r["update"] for r in rows
+    ] == list(range(1, len(rows) + 1))
+    for word in ("| task |", "Report:", "Model:", "corpora"):
+        assert word in first.stdout
     assert "pretraining" in first.stderr and "Traceback" not in first.stderr
 
 
 def test_the_model_is_a_hugging_face_folder(done):
     code = """import cramnb, sys
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
-model, tokenizer = AutoModelForMaskedLM.from_pretrained(sys.argv[1]), AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForMaskedLM.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 fill = pipeline('fill-mask', sys.argv[1])
 print(type(model).__name__, len(tokenizer), len(fill('return the [MASK] of the list')))"""
-    out = subprocess.run([sys.executable, "-c", code, str(done[0]/"runs/cram/model")], text=True, capture_output=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(done[0] / "runs/cram/model")],
+        text=True,
+        capture_output=True,
+        check=True,
+    )
     assert out.stdout.split() == ["CrammedBertForMaskedLM", "1000", "5"]
 
 
 def test_a_second_run_reuses_the_corpus_and_takes_the_next_name(done, texts):
     folder, _ = done
     second = cramnb("cram", "data=files", f"data.files={texts}", *SMALL, cwd=folder)
-    assert second.returncode == 0 and "Reusing the prepared corpus" in second.stdout and "runs/cram-2" in second.stdout
+    assert (
+        second.returncode == 0
+        and "Reusing the prepared corpus" in second.stdout
+        and "runs/cram-2" in second.stdout
+    )
 
 
 def test_eval_of_the_best_checkpoint_and_of_a_named_run(done):
     folder, _ = done
     for checkpoint in ("best", "cram"):
-        out = cramnb("eval", "name=cram", f"eval.checkpoint={checkpoint}", "eval.tasks=acceptability", "eval.epochs=1", "eval.max_train_examples=50", cwd=folder)
+        out = cramnb(
+            "eval",
+            "name=cram",
+            f"eval.checkpoint={checkpoint}",
+            "eval.tasks=acceptability",
+            "eval.epochs=1",
+            "eval.max_train_examples=50",
+            cwd=folder,
+        )
         assert out.returncode == 0 and "| acceptability |" in out.stdout, out.stderr
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (folder/"runs/cram/best").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        p.name for p in (folder / "runs/cram/best").iterdir()
+    }
 
 
 def test_eval_continues_with_unfinished_trials(done):
     folder, _ = done
-    words = ["eval", "name=cram", "eval=local", "eval.tasks=acceptability", "eval.epochs=1", "eval.max_train_examples=50"]
+    words = [
+        "eval",
+        "name=cram",
+        "eval=local",
+        "eval.tasks=acceptability",
+        "eval.epochs=1",
+        "eval.max_train_examples=50",
+    ]
     assert cramnb(*words, cwd=folder).returncode == 0
-    before = {p: p.stat().st_mtime_ns for p in (folder/"runs/cram/eval").rglob("acceptability.seed0.json")}
+    before = {
+        p: p.stat().st_mtime_ns
+        for p in (folder / "runs/cram/eval").rglob("acceptability.seed0.json")
+    }
     more = cramnb(*words, "eval.trials=2", cwd=folder)
     assert "2 trials" in more.stdout and all(p.stat().st_mtime_ns == t for p, t in before.items())
     blank = cramnb(*words, "eval.checkpoint=untrained", cwd=folder)
@@ -88,46 +150,84 @@ def test_eval_continues_with_unfinished_trials(done):
 
 def test_a_run_with_another_recipe_is_not_mixed_up(done, texts):
     folder, _ = done
-    clash = cramnb("pretrain", "name=cram", "data=files", f"data.files={texts}", *SMALL, "train.lr=1e-3", cwd=folder)
+    clash = cramnb(
+        "pretrain",
+        "name=cram",
+        "data=files",
+        f"data.files={texts}",
+        *SMALL,
+        "train.lr=1e-3",
+        cwd=folder,
+    )
     assert clash.returncode == 2 and "train.lr" in clash.stderr and "fresh=True" in clash.stderr
     missing = cramnb("eval", "name=nobody", cwd=folder)
     assert missing.returncode == 2 and "nobody" in missing.stderr
 
 
 def test_dry_run_keeps_nothing(tmp_path, texts):
-    dry = cramnb("pretrain", "data=files", f"data.files={texts}", *SMALL, "dryrun=True", cwd=tmp_path)
-    assert dry.returncode == 0 and "2 updates" in dry.stdout and not (tmp_path/"runs").exists()
+    dry = cramnb(
+        "pretrain", "data=files", f"data.files={texts}", *SMALL, "dryrun=True", cwd=tmp_path
+    )
+    assert dry.returncode == 0 and "2 updates" in dry.stdout and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_run_goes_on_where_it_was(how, tmp_path, texts):
-    words = ["pretrain", "name=long", "data=files", f"data.files={texts}", *SMALL, "train.progress=updates", "train.max_updates=60", "impl.save_every=0.01"]
+    words = [
+        "pretrain",
+        "name=long",
+        "data=files",
+        f"data.files={texts}",
+        *SMALL,
+        "train.progress=updates",
+        "train.max_updates=60",
+        "impl.save_every=0.01",
+    ]
     run = start(*words, cwd=tmp_path)
-    folder = tmp_path/"runs/long"
+    folder = tmp_path / "runs/long"
     wait_for(lambda: updates(folder) >= 20)
     run.send_signal(how)
     began = time.monotonic()
     out, err = run.communicate(timeout=60)
     if how != signal.SIGKILL:
         assert run.returncode == 0 and time.monotonic() - began < 60
-        assert "checkpoint is saved" in err and "Continue with: cramnb pretrain name=long" in err and "Traceback" not in err
-    assert not (folder/"pretrain.json").exists()
-    if how == signal.SIGTERM:            # another recipe is not mixed with it
+        assert (
+            "checkpoint is saved" in err
+            and "Continue with: cramnb pretrain name=long" in err
+            and "Traceback" not in err
+        )
+    assert not (folder / "pretrain.json").exists()
+    if how == signal.SIGTERM:  # another recipe is not mixed with it
         other = cramnb(*words, "train.lr=1e-3", "arch.hidden_size=64", cwd=tmp_path)
-        assert other.returncode == 2 and "train.lr was 0.004 and is now 0.001" in other.stderr and "arch.hidden_size was 128 and is now 64" in other.stderr and "fresh=True" in other.stderr
-    if how == signal.SIGINT:             # the disk has spoilt the newest
-        there = sorted((folder/"checkpoints").glob("update_*"))
+        assert (
+            other.returncode == 2
+            and "train.lr was 0.004 and is now 0.001" in other.stderr
+            and "arch.hidden_size was 128 and is now 64" in other.stderr
+            and "fresh=True" in other.stderr
+        )
+    if how == signal.SIGINT:  # the disk has spoilt the newest
+        there = sorted((folder / "checkpoints").glob("update_*"))
         assert len(there) >= 2
-        os.truncate(there[-1]/"optimizer.safetensors", 1000)
+        os.truncate(there[-1] / "optimizer.safetensors", 1000)
     again = cramnb(*words, cwd=tmp_path)
-    if how == signal.SIGINT: assert f"{there[-1].name} is damaged" in again.stdout
+    if how == signal.SIGINT:
+        assert f"{there[-1].name} is damaged" in again.stdout
     assert again.returncode == 0, again.stderr
-    rows = [json.loads(line)["update"] for line in (folder/"metrics.jsonl").read_text().splitlines()]
-    assert rows == list(range(1, 61)) and json.loads((folder/"pretrain.json").read_text())["tokens"] == 60*32*128
+    rows = [
+        json.loads(line)["update"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert (
+        rows == list(range(1, 61))
+        and json.loads((folder / "pretrain.json").read_text())["tokens"] == 60 * 32 * 128
+    )
     assert "Going on at" in again.stdout
     if how == signal.SIGTERM:
         afresh = cramnb(*words, "fresh=True", "train.max_updates=3", cwd=tmp_path)
-        assert afresh.returncode == 0 and "Going on at" not in afresh.stdout and len((folder/"metrics.jsonl").read_text().splitlines()) == 3
+        assert (
+            afresh.returncode == 0
+            and "Going on at" not in afresh.stdout
+            and len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+        )
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
@@ -137,19 +237,46 @@ def test_ctrl_c_and_preemption_while_preparing_and_while_scoring(how, tmp_path, 
     run.send_signal(how)
     out, err = run.communicate(timeout=120)
     assert run.returncode == 0 and "Continue with: cramnb data" in err and "Traceback" not in err
-    words = ["cram", "data=files", f"data.files={texts}", *SMALL, "eval.epochs=5", "eval.max_train_examples=0"]
+    words = [
+        "cram",
+        "data=files",
+        f"data.files={texts}",
+        *SMALL,
+        "eval.epochs=5",
+        "eval.max_train_examples=0",
+    ]
     run = start(*words, cwd=tmp_path)
     wait_for(lambda: list(tmp_path.glob("runs/cram/eval/*")))
     run.send_signal(how)
     out, err = run.communicate(timeout=120)
-    assert run.returncode == 0 and "Continue with: cramnb cram name=cram" in err and "Traceback" not in err
+    assert (
+        run.returncode == 0
+        and "Continue with: cramnb cram name=cram" in err
+        and "Traceback" not in err
+    )
     again = cramnb(*words, "name=cram", "eval.epochs=1", "eval.max_train_examples=60", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
 
 
 def test_the_same_command_on_real_data(tmp_path):
     data = beside("data")
-    done = cramnb("cram", "data=files", "data.max_megabytes=2", "data.vocab_size=2000", "eval=GLUE_sane", "eval.tasks=cola,rte", "budget=5s", "eval.epochs=1",
-                  "eval.max_train_examples=64", "train.eval_rows=64", cwd=tmp_path, CRAMNB_DATA=str(data))
+    done = cramnb(
+        "cram",
+        "data=files",
+        "data.max_megabytes=2",
+        "data.vocab_size=2000",
+        "eval=GLUE_sane",
+        "eval.tasks=cola,rte",
+        "budget=5s",
+        "eval.epochs=1",
+        "eval.max_train_examples=64",
+        "train.eval_rows=64",
+        cwd=tmp_path,
+        CRAMNB_DATA=str(data),
+    )
     assert done.returncode == 0, done.stderr
-    assert "| cola | matthews |" in done.stdout and "| rte | accuracy |" in done.stdout and "Mean of 2" in done.stdout
+    assert (
+        "| cola | matthews |" in done.stdout
+        and "| rte | accuracy |" in done.stdout
+        and "Mean of 2" in done.stdout
+    )
