@@ -1,24 +1,27 @@
-# cram: raw text to score report.  test: what CI runs.  ready: before a commit.  docs: the site.  notebooks: Jupyter.
+# cram: raw text to score report.  test: what CI runs.  ready: before a commit.  docs: the site.
+# notebooks: Jupyter.  figures: size and density of library and chapters.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: cram test ready docs notebooks readme
+.PHONY: cram test ready docs notebooks readme figures
 
 cram: .venv/.installed
 	$(BIN)/cramnb cram $(ARGS)
 
+# each notebook runs once, as a test, its folded solutions included
 test: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2 --timing --cell-timeout 180
-	$(BIN)/python -m pytest
+	$(BIN)/ruff check .
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 15 $(ARGS)
 
 ready: .venv/.installed
 	$(BIN)/nbdev-export
-	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2 --save
+	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers $(WORKERS) --save --cell-timeout 180
 	$(BIN)/nbdev-clean
 	$(BIN)/python tests/readme.py
-	$(BIN)/python -m pytest
+	$(MAKE) test
 
 docs: .venv/.installed
 	$(BIN)/nbdev-docs
@@ -29,7 +32,10 @@ notebooks: .venv/.installed
 readme: .venv/.installed
 	$(BIN)/python tests/readme.py
 
-# torch first: the library asks for a range, and a range alone may bring a larger build than the one wanted
+figures: .venv/.installed
+	$(BIN)/python tests/figures.py
+
+# torch first: the library asks for a range, and a range alone may bring a larger build than wanted
 .venv/.installed: settings.ini setup.py pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"

@@ -1,4 +1,5 @@
 """Hand the facts of settings.ini to setuptools. No fact is stated here."""
+
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -6,14 +7,19 @@ from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 ini = ConfigParser(delimiters=["="], interpolation=None)
-if not ini.read(here/"settings.ini", encoding="utf-8"): raise SystemExit("setup.py needs settings.ini beside it.")
+if not ini.read(here / "settings.ini", encoding="utf-8"):
+    raise SystemExit("setup.py needs settings.ini beside it.")
 facts = ini["DEFAULT"]
-extras = {key.removesuffix("_requirements"): value.split() for key, value in facts.items() if key.endswith("_requirements")}
+extras = {
+    key.removesuffix("_requirements"): value.split()
+    for key, value in facts.items()
+    if key.endswith("_requirements")
+}
 
 setup(
     version=facts["version"],
     description=facts["description"],
-    long_description=(here/"README.md").read_text(encoding="utf-8"),
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author=facts["author"],
     author_email=facts["author_email"],
@@ -23,7 +29,13 @@ setup(
     python_requires=">=" + facts["min_python"],
     install_requires=facts["requirements"].split(),
     extras_require=extras,
-    packages=find_packages(include=["cramnb", "cramnb.*"]),
-    package_data={"cramnb": ["py.typed"]},
-    entry_points={"console_scripts": facts["console_scripts"].split()},
+    packages=[*find_packages(include=["cramnb", "cramnb.*"]), "cramnb.data"],
+    # one copy in the repository; chapters read it from the wheel
+    package_dir={"cramnb.data": "nbs/data"},
+    package_data={"cramnb.data": ["*.json"]},
+    entry_points={
+        "console_scripts": facts["console_scripts"].split(),
+        # links from prose to the pages of functions
+        "nbdev": ["cramnb=cramnb._modidx:d"],
+    },
 )

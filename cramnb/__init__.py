@@ -2,34 +2,101 @@
 
 - `cramnb.attention`: Attention by hand on four tokens, then by the fastest kernel at hand
 - `cramnb.bench`: The same work done our way and the usual way, in turns, in one run
+- `cramnb.build`: Read, cut repeats, filter: shard by shard, in stages that a kill cannot undo
 - `cramnb.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
+- `cramnb.clean`: A suffix array, a filter that remembers paragraphs, and near-duplicates
+- `cramnb.command`: Words become a verb and a recipe, and a mistake is told in one line, at once
+- `cramnb.core`: Errors with the nearest name, files written whole or not at all, and one door for everything that is read
 - `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
 - `cramnb.cram`: Raw text to score table, in three minutes or in twenty-four hours, by one command
+- `cramnb.curves`: Compare runs, and tell a sick one from a healthy one
+- `cramnb.device`: Device, precision, compiler and microbatch, chosen by measuring, and a second try where a card fails
 - `cramnb.distributed`: The same run on two cards, with the same numbers, and nobody left hanging
+- `cramnb.draw`: The strip that opens each chapter, and flow diagrams in one look
 - `cramnb.encoder`: Positions, norms, gates and a stream that every layer adds to: the encoder of crammed-BERT
-- `cramnb.finetune`: One set of hyper-parameters, five epochs at most, several seeds, and the median
-- `cramnb.glue`: The GLUE tasks, their numbers, and a suite made from your own text
-- `cramnb.hub`: The published crammed-BERT checkpoints in, a model card and plain Hugging Face folders out
+- `cramnb.evaluate`: Same weights, same questions, same protocol: the same trials, found again
+- `cramnb.exams`: GLUE's own files and the hub's, and rows that are checked before anybody trains on them
+- `cramnb.fields`: An option knows its meaning and its bounds, and a word of the command line is read by its type
+- `cramnb.files`: Texts out of text files, JSON, tables and archives, and a report of what was damaged
+- `cramnb.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
+- `cramnb.glue`: What GLUE asks, how its answers are counted, and a suite made from your own text
+- `cramnb.hub`: Checkpoints of the original in, ordinary Hugging Face folders out
+- `cramnb.launch`: Who am I, who is here, and who has died: what torchrun leaves to the program
 - `cramnb.masking`: Hide a quarter of the text, and ask for it back
 - `cramnb.mlm`: A decoder that looks only where it is asked, and the model classes
+- `cramnb.names`: Command lines of cramming, understood option for option
 - `cramnb.optim`: AdamW by hand, Muon for matrices, and who gets weight decay
+- `cramnb.options`: Collected from the chapters they belong to, in a module that loads without torch
+- `cramnb.original`: The published crammed-BERT weights, of both generations, as the function that they were
 - `cramnb.packing`: Pack the tokens once, and read them for ever
+- `cramnb.presets`: Named recipes, collected from the chapters they belong to
 - `cramnb.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
+- `cramnb.publish`: A folder for the hub, with a card that says how each number was measured
+- `cramnb.ready`: Published rows and their tokenizer, fetched in parts; and rows of random tokens
 - `cramnb.recipe`: One graphics card, one day, and every choice of the run in one typed object
+- `cramnb.report`: Recipe, data, pretraining and scores on one page
+- `cramnb.rivals`: What a user would write instead, kept for comparison
+- `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory
+- `cramnb.run`: Train inside a folder, and go on after a kill
+- `cramnb.runs`: Open, lock, list, and find a checkpoint
 - `cramnb.schedule`: Learning rate and batch size as functions of the share of the day that is spent
+- `cramnb.score`: Several seeds, the median, the spread, and why published averages differ
 - `cramnb.show`: One look for all chapters, and the short text they share
+- `cramnb.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
+- `cramnb.store`: A corpus is built once, and named by its content
+- `cramnb.tables`: Rows from CSV, JSON, Parquet or Arrow, made into a task
 - `cramnb.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
+- `cramnb.trackers`: TensorBoard and Weights & Biases
 - `cramnb.train`: A loop that knows how much of its day is gone, and ends on time with nothing broken
-- `cramnb.watch`: Loss, speed, share of the card and energy, while the clock runs and afterwards
+- `cramnb.watch`: Loss, speed, share of the card and energy, one line per update
 - `cramnb.zoo`: The relatives of crammed-BERT side by side, each as a few changed lines of one recipe"""
 
-import os
-from importlib.metadata import version
+import importlib.util
+import sys
 
-# Before torch loads its threads: let waiting ones sleep. Spinning gains nothing on a quiet machine and costs up to several times beside other jobs (LAB.md).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+_AUTO = "transformers.models.auto.configuration_auto"  # every Auto class asks this module first
 
-from .mlm import register  # noqa: E402
 
-__version__ = version("cramnb")
-register()
+def __getattr__(name):
+    "`cramnb.__version__`, read when somebody asks: reading package facts takes a while."
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("cramnb")
+    raise AttributeError(f"module 'cramnb' has no attribute {name!r}")
+
+
+def _teach(auto):
+    "Let transformers' table of model types know ours; its classes load at the first question."
+    table = type(auto.CONFIG_MAPPING)
+
+    def ask(question):
+        def asked(self, model_type):
+            if model_type == "crammed_bert":
+                importlib.import_module("cramnb.mlm").register()
+            return question(self, model_type)
+
+        return asked
+
+    ways = dict(__contains__=ask(table.__contains__), __getitem__=ask(table.__getitem__))
+    auto.CONFIG_MAPPING.__class__ = type(table.__name__, (table,), ways)
+
+
+class _WhenLoaded:
+    "One of those whom Python asks for a module; steps in once, for transformers' Auto classes."
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != _AUTO:
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (load(module), _teach(module))
+        return spec
+
+
+if _AUTO in sys.modules:
+    _teach(sys.modules[_AUTO])
+else:
+    sys.meta_path.insert(0, _WhenLoaded)

@@ -1,4 +1,5 @@
-"""Make README.md from nbs/index.ipynb: outputs without the code that made them, links as seen from the top of the repository."""
+"""Make README.md from nbs/index.ipynb: outputs without code, links as seen from the top."""
+
 import re
 from pathlib import Path
 
@@ -10,10 +11,17 @@ ROOT = Path(__file__).parent.parent
 
 def readme() -> dict[str, bytes]:
     "Paths below the repository's top and what they should hold."
-    config = Config({"TemplateExporter": {"exclude_input": True}, "ExtractOutputPreprocessor": {"output_filename_template": "README_files/{cell_index}_{index}{extension}"}})
-    body, resources = MarkdownExporter(config=config).from_filename(str(ROOT/"nbs/index.ipynb"))
-    body = re.sub(r"\]\((\w+\.ipynb)\)", r"](nbs/\1)", body)
-    body = body.replace("![svg](", "![The pipeline from raw text to score, with the chapters of each stage](")
+    names = "README_files/{cell_index}_{index}{extension}"
+    config = Config(
+        {
+            "TemplateExporter": {"exclude_input": True},
+            "ExtractOutputPreprocessor": {"output_filename_template": names},
+        }
+    )
+    body, resources = MarkdownExporter(config=config).from_filename(str(ROOT / "nbs/index.ipynb"))
+    body = re.sub(r"\]\(((?:engine/)?\w+\.ipynb)\)", r"](nbs/\1)", body)
+    what = "The pipeline from raw text to score, with the chapters of each stage"
+    body = body.replace("![svg](", f"![{what}](")
     body = re.sub(r"[ ]+\n", "\n", body)
     body = re.sub(r"\n{3,}", "\n\n", body).strip() + "\n"
     return {"README.md": body.encode(), **resources["outputs"]}
@@ -21,5 +29,5 @@ def readme() -> dict[str, bytes]:
 
 if __name__ == "__main__":
     for name, content in readme().items():
-        (ROOT/name).parent.mkdir(exist_ok=True)
-        (ROOT/name).write_bytes(content)
+        (ROOT / name).parent.mkdir(exist_ok=True)
+        (ROOT / name).write_bytes(content)

@@ -1,105 +1,215 @@
-"""The repository itself: one source for each fact, notebooks and modules in step, inputs of the site in order."""
+"""The repository itself: one source for each fact, storeys, notebooks in step, the site."""
+
 import ast
 import json
 import re
 import shutil
 import subprocess
 import sys
+import warnings
 from configparser import ConfigParser
 from pathlib import Path
 
+import figures
 import pytest
 import yaml
-
 from conftest import ROOT
 from readme import readme
 
-NOTEBOOKS = sorted((ROOT/"nbs").glob("*.ipynb"))
-CHAPTERS = [p for p in NOTEBOOKS if p.name != "index.ipynb"]
+SITE = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))
+PARTS = {
+    p["section"]: p["contents"]
+    for p in SITE["website"]["sidebar"]["contents"]
+    if isinstance(p, dict)
+}
+PAGES = {x["href"]: x["text"] for part in PARTS.values() for x in part}
+NOTEBOOKS = [ROOT / "nbs/index.ipynb", *(ROOT / "nbs" / href for href in PAGES)]
+CHAPTERS = [p for p in NOTEBOOKS[1:] if p.parent.name == "nbs"]
+ENGINE = [p for p in NOTEBOOKS if p.parent.name == "engine"]
+FLOOR = ("core", "fields", "options", "presets")
+COURSE = [x["href"][3:-6] for part in ("Data", "Model", "Training", "Judging") for x in PARTS[part]]
+ABOVE = [x["href"][3:-6] for part in ("Understanding", "The day") for x in PARTS[part]]
 
 
 def cells(path: Path, kind: str = "") -> list[dict]:
-    return [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if not kind or c["cell_type"] == kind]
+    every = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [c for c in every if not kind or c["cell_type"] == kind]
 
 
-def source(cell: dict) -> str: return "".join(cell["source"])
+def source(cell: dict) -> str:
+    return "".join(cell["source"])
 
 
-def module_of(path: Path) -> str:
-    return next(m[1] for c in cells(path, "code") if (m := re.search(r"#\|\s*default_exp (\w+)", source(c))))
+def title(path: Path) -> str:
+    return source(cells(path, "markdown")[0]).splitlines()[0].removeprefix("# ")
+
+
+def module_of(path: Path) -> str | None:
+    found = [re.search(r"#\|\s*default_exp (\w+)", source(c)) for c in cells(path, "code")]
+    return next((m[1] for m in found if m), None)
+
+
+def modules() -> list[str]:
+    return sorted(p.stem for p in (ROOT / "cramnb").glob("[a-z]*.py"))
 
 
 def copy(to: Path) -> Path:
-    return Path(shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "corpora", "*.egg-info", "__pycache__", "build", ".pytest_cache", "_proc", "_docs"), symlinks=True))
+    left = (
+        ".git",
+        ".venv",
+        "runs",
+        "corpora",
+        "*.egg-info",
+        "__pycache__",
+        "build",
+        "dist",
+        ".pytest_cache",
+        ".ruff_cache",
+        "_proc",
+        "_docs",
+    )
+    return Path(shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(*left), symlinks=True))
 
 
 def metadata(folder: Path) -> subprocess.CompletedProcess:
     "Ask the build for the package's metadata."
-    code = "from setuptools import build_meta; import sys; print(open(sys.argv[1] + '/' + build_meta.prepare_metadata_for_build_wheel(sys.argv[1]) + '/METADATA').read())"
-    return subprocess.run([sys.executable, "-c", code, str(folder)], cwd=folder, text=True, capture_output=True)
+    code = (
+        "from setuptools import build_meta as b; import sys; f = sys.argv[1]; "
+        "print(open(f + '/' + b.prepare_metadata_for_build_wheel(f) + '/METADATA').read())"
+    )
+    words = [sys.executable, "-c", code, str(folder)]
+    return subprocess.run(words, cwd=folder, text=True, capture_output=True)
 
 
 # --- facts
 
+
 def test_settings_and_setup_are_alive(tmp_path):
-    whole = copy(tmp_path/"whole")
-    text = metadata(whole).stdout
+    text = metadata(copy(tmp_path / "whole")).stdout
     assert "Name: cramnb" in text and "Requires-Python: >=3.10" in text and "License" in text
     assert {"flash", "track", "dev"} <= set(re.findall(r"Provides-Extra: (\w+)", text))
     for name in ("settings.ini", "setup.py"):
-        part = copy(tmp_path/name)
-        (part/name).unlink()
+        part = copy(tmp_path / name)
+        (part / name).unlink()
         assert metadata(part).returncode != 0, f"the build does not need {name}"
 
 
 def test_no_fact_stands_in_two_files():
     ini = ConfigParser(delimiters=["="], interpolation=None)
-    ini.read(ROOT/"settings.ini")
-    facts = ini["DEFAULT"]
-    setup, project = (ROOT/"setup.py").read_text(), (ROOT/"pyproject.toml").read_text()
-    for key, value in facts.items():
-        for word in [value] if key in ("description", "version", "author", "author_email") else value.split():
-            if len(word) < 4: continue
+    ini.read(ROOT / "settings.ini")
+    setup, project = (ROOT / "setup.py").read_text(), (ROOT / "pyproject.toml").read_text()
+    for key, value in ini["DEFAULT"].items():
+        whole = key in ("description", "version", "author", "author_email")
+        for word in [value] if whole else value.split():
+            if len(word) < 4 or word == "nbdev":
+                continue  # a keyword and a tool
             assert word not in setup, f"{key} of settings.ini ({word}) is repeated in setup.py"
-            assert not re.search(rf'(?<![\w.-]){re.escape(word)}(?![\w.-])', project) or word in ("nbdev",), f"{key} of settings.ini ({word}) is repeated in pyproject.toml"
-    static = set(re.findall(r"^(\w[\w-]*) = ", project.split("[project]")[1].split("[")[0], re.M)) - {"dynamic"}
-    assert static == {"name"}, "pyproject.toml states what settings.ini should"
+            again = re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w.-])", project)
+            assert not again, f"{key} ({word}) is repeated in pyproject.toml"
+    static = re.findall(r"^(\w[\w-]*) = ", project.split("[project]")[1].split("[")[0], re.M)
+    assert set(static) - {"dynamic"} == {"name"}, "pyproject.toml states what settings.ini should"
+
+
+FACTS = json.loads((ROOT / "nbs/data/facts.json").read_text(encoding="utf-8"))
+
+
+def test_facts_have_a_source_and_a_status():
+    for key, fact in FACTS.items():
+        assert set(fact) - {"rows"} == {"value", "unit", "what", "source", "status"}, key
+        assert fact["status"] in ("published", "calculated", "recalled"), key
+        assert all(str(fact[k]).strip() for k in fact if k != "rows"), key
+        if rows := fact.get("rows"):
+            assert abs(sum(rows) / len(rows) - fact["value"]) < 0.06, key
+    assert FACTS["tokens_per_day"]["value"] == FACTS["tokens_per_second"]["value"] * 86_400
+    assert FACTS["checkpoint_bytes"]["value"] == 12 * FACTS["parameters_crammed"]["value"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_speeds_and_peaks_come_from_the_table_of_facts(path):
+    text = "\n".join(map(source, cells(path)))
+    numbers = "tokens_per_second tokens_per_second_inductor peak_a4000 peak_a4000_estimate"
+    for key in numbers.split():
+        value = FACTS[key]["value"]
+        plain = "|".join(re.escape(form) for form in (f"{value:,}", str(value), f"{value:_}"))
+        written = re.search(rf"(?<![\d.,])({plain})(?![\d])", text)
+        assert not written or "fact(" in text, f"{key} is written out"
+
+
+# --- storeys
+
+
+def imports(module: str) -> set[str]:
+    "Modules of ours that a module names, wherever it does."
+    tree = ast.parse((ROOT / f"cramnb/{module}.py").read_text(encoding="utf-8"))
+    named = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
+    assert not [n for n in named if any(a.name == "*" for a in n.names)], f"{module}: star import"
+    out = {n.module.split(".")[0] for n in named if n.module}
+    return out | {a.name for n in named if not n.module for a in n.names if a.name in modules()}
+
+
+@pytest.mark.parametrize("module", modules())
+def test_storeys(module):
+    "Floor, course, engine room, and what looks at the whole."
+    named = imports(module)
+    if module in FLOOR:
+        assert named <= set(FLOOR), f"the floor imports {named - set(FLOOR)}"
+    elif module in COURSE:
+        wrong = named - set(FLOOR) - set(COURSE[: COURSE.index(module)])
+        assert not wrong, f"chapter {module} imports {', '.join(sorted(wrong))}: not below it"
+    elif module not in ABOVE:
+        assert not named & set(ABOVE), f"the engine room imports {', '.join(named & set(ABOVE))}"
+
+
+def test_imports_have_no_circle():
+    left = {m: imports(m) & set(modules()) - {m} for m in modules()}
+    while free := [m for m, named in left.items() if not named & set(left)]:
+        for m in free:
+            del left[m]
+    assert not left, f"a circle among {', '.join(sorted(left))}"
 
 
 # --- notebooks and modules
 
+
 def test_notebooks_and_modules_are_in_step_and_clean(tmp_path):
-    fresh = copy(tmp_path/"fresh")
-    for module in (fresh/"cramnb").glob("*.py"):
-        if "AUTOGENERATED" in module.read_text(): module.unlink()
+    fresh = copy(tmp_path / "fresh")
+    for module in (fresh / "cramnb").glob("*.py"):
+        if "AUTOGENERATED" in module.read_text(encoding="utf-8"):
+            module.unlink()
     for tool in ("nbdev-export", "nbdev-clean"):
-        subprocess.run([Path(sys.executable).parent/tool], cwd=fresh, check=True, capture_output=True)
-    for now in [*(ROOT/"cramnb").glob("*.py"), *NOTEBOOKS]:
-        assert (fresh/now.relative_to(ROOT)).read_text(encoding="utf-8") == now.read_text(encoding="utf-8"), f"{now.name} is out of step: make ready"
+        words = [Path(sys.executable).parent / tool]
+        subprocess.run(words, cwd=fresh, check=True, capture_output=True)
+    for now in [*(ROOT / "cramnb").glob("*.py"), *NOTEBOOKS]:
+        made = (fresh / now.relative_to(ROOT)).read_text(encoding="utf-8")
+        assert made == now.read_text(encoding="utf-8"), f"{now.name} is out of step: make ready"
 
 
-def test_each_chapter_has_its_own_module_named_after_it():
-    modules = [module_of(p) for p in CHAPTERS]
-    assert len(set(modules)) == len(modules)
-    assert [p.stem.split("_", 1)[1] for p in CHAPTERS] == modules
+def test_each_notebook_has_its_own_module_named_after_it():
+    named = {p: module_of(p) for p in NOTEBOOKS}
+    without = [p.name for p, m in named.items() if m is None]
+    assert without == ["index.ipynb", "00_start.ipynb"]
+    for path, module in named.items():
+        if module:
+            assert re.sub(r"^\d\d_", "", path.stem) == module
+    assert len({m for m in named.values() if m}) == len(NOTEBOOKS) - 2
+    assert {m for m in named.values() if m} == set(modules())
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_exported_cells_hold_one_definition(path):
+    for cell in cells(path, "code"):
+        if not re.search(r"#\|\s*exports?\b", source(cell)):
+            continue
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        names = [n.name for n in ast.parse(source(cell)).body if isinstance(n, kinds)]
+        assert len(names) <= 1, f"one cell exports {', '.join(names)}"
 
 
 def test_nothing_is_defined_twice():
-    for module in (ROOT/"cramnb").glob("*.py"):
-        names = [n.name for n in ast.parse(module.read_text(encoding="utf-8")).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-        patched = re.findall(r"@patch\n(?:def) (\w+)", module.read_text(encoding="utf-8"))
-        assert len(set(names)) == len(names) or set(n for n in names if names.count(n) > 1) <= set(patched), f"{module.name} defines something twice"
-
-
-def test_imports_point_down_and_name_what_they_take():
-    order = {module_of(p): i for i, p in enumerate(CHAPTERS)}
-    for name, place in order.items():
-        for node in ast.walk(ast.parse((ROOT/f"cramnb/{name}.py").read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom): continue
-            assert all(a.name != "*" for a in node.names), f"{name} has a star import"
-            if node.level and node.module: assert order[node.module] < place, f"{name} imports {node.module}, which comes later"
-    for p in NOTEBOOKS:
-        assert not any(re.search(r"^\s*from \S+ import \*", source(c), re.M) for c in cells(p, "code")), f"{p.name} has a star import"
+    for module in modules():
+        body = ast.parse((ROOT / f"cramnb/{module}.py").read_text(encoding="utf-8")).body
+        names = [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+        assert len(set(names)) == len(names), f"{module} defines something twice"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -110,106 +220,142 @@ def test_outputs_are_stored_and_sound(path):
     assert not [o for o in outputs if o.get("name") == "stderr"], "a stored warning"
     assert "widgets" not in json.loads(path.read_text(encoding="utf-8"))["metadata"]
     text = json.dumps([o for o in outputs], ensure_ascii=False)
-    assert not re.search(r"/home/|/root/|/tmp/|site-packages|0x[0-9a-f]{8}", text), "a path or an address of one machine is stored"
+    machine = r"/home/|/root/|/tmp/|site-packages|0x[0-9a-f]{8}"
+    assert not re.search(machine, text), "a path or an address of one machine is stored"
 
 
-def test_chapters_have_pictures_strip_and_hand_over():
-    for p in CHAPTERS:
-        text = "\n".join(source(c) for c in cells(p))
-        pictures = [o for c in cells(p, "code") for o in c["outputs"] if {"image/png", "image/svg+xml"} & set(o.get("data", {}))]
-        assert len(pictures) >= 2, f"{p.name}: {len(pictures)} pictures"
-        assert "pipeline(" in text, f"{p.name} does not say where we are"
-        assert re.match(r"# .+\n\n> .+$", source(cells(p, "markdown")[0])), f"{p.name}: the title cell holds title and one line, nothing else"
+@pytest.mark.parametrize("path", NOTEBOOKS[1:], ids=lambda p: p.stem)
+def test_a_notebook_opens_with_a_title_and_one_line(path):
+    first = source(cells(path, "markdown")[0])
+    assert re.match(r"# .+\n\n> .+$", first), "more than title and one line"
+    code = [source(c) for c in cells(path, "code")]
+    assert not any(re.search(r"^\s*from \S+ import \*", c, re.M) for c in code), "a star import"
 
-
-# --- exercises
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
-def test_folded_solutions_solve_their_exercises(path, monkeypatch):
-    "Run the chapter; put each solution in the place of its stub and ask the checker again."
-    from execnb.shell import CaptureShell
-    blocks = [m[1] for c in cells(path, "markdown") for m in re.finditer(r"<summary>Solution</summary>\s*```python\n(.*?)```", source(c), re.S)]
-    if not blocks: pytest.skip("no exercises")
-    monkeypatch.chdir(ROOT/"nbs")
-    shell = CaptureShell(mpl_format=None)
-    checks = []
-    for c in cells(path, "code"):
-        code = source(c)
-        if re.search(r"#\|\s*eval: false", code): continue
-        shell.run(code)
-        assert not shell.exc, f"{shell.exc} in: {code[:200]}"
-        if "check_exercise(" in code and "def check_exercise" not in code: checks.append(code)
-    for block in blocks:
-        shell.run(block)
-        name = re.findall(r"^def (\w+)", block, re.M)[-1]
-        mine = [c for c in checks if re.search(rf"check_exercise\(\s*{name}\b", c)]
-        assert mine, f"no checker for {name}"
-        assert "solved" in str(shell.run(mine[-1])), f"the folded solution of {name} does not solve it"
+def test_a_chapter_has_pictures_and_says_where_we_are(path):
+    kinds = {"image/png", "image/svg+xml"}
+    outputs = [o for c in cells(path, "code") for o in c["outputs"]]
+    pictures = sum(bool(kinds & set(o.get("data", {}))) for o in outputs)
+    assert pictures >= 2, f"{pictures} pictures"
+    assert any("pipeline(" in source(c) for c in cells(path, "code")), "no strip"
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
+def test_colab_installs_before_the_first_import(path):
+    "One guarded, hidden cell, before anything of ours is imported."
+    code = [source(c) for c in cells(path, "code")]
+    places = [i for i, c in enumerate(code) if "google.colab" in c and "pip install" in c]
+    assert len(places) == 1, "one install cell is needed"
+    cell = code[places[0]]
+    assert "#| eval: false" in cell and "#| hide" in cell
+    ours = [i for i, c in enumerate(code) if re.search(r"^\s*(from|import) cramnb", c, re.M)]
+    assert not ours or places[0] < ours[0], "imported before it is installed"
+
+
+def test_chapters_are_chapters():
+    "Share of exported code and number of cells: a guide, so it warns."
+    for path in CHAPTERS:
+        count, _, _, share, _, _ = figures.notebook(path)
+        if share > 40 and module_of(path) in COURSE:
+            warnings.warn(f"{path.name}: {share} % of its code is exported", stacklevel=1)
+        if count > 100:
+            warnings.warn(f"{path.name}: {count} cells", stacklevel=1)
 
 
 # --- the site
 
-def test_sidebar_lists_every_chapter():
-    site = yaml.safe_load((ROOT/"_quarto.yml").read_text())
-    listed = [x for part in site["website"]["sidebar"]["contents"] for x in (part["contents"] if isinstance(part, dict) else [part])]
-    assert listed == ["index.ipynb", *(p.name for p in CHAPTERS)]
-    assert (ROOT/"nbs/_quarto.yml").resolve() == ROOT/"_quarto.yml"
-    assert "commonmark" not in site["format"] and site["format"]["html"]["html-math-method"] == "mathml"
+
+def test_the_sidebar_is_the_order():
+    there = {
+        str(p.relative_to(ROOT / "nbs"))
+        for p in (ROOT / "nbs").rglob("*.ipynb")
+        if not {".ipynb_checkpoints", "_proc"} & set(p.parts)
+    }
+    assert there == {"index.ipynb", *PAGES}, "the sidebar lists each notebook once"
+    assert [p.name[:2] for p in CHAPTERS] == [f"{i:02}" for i in range(len(CHAPTERS))], "gaps"
+    for path in CHAPTERS:
+        assert PAGES[path.name] == f"{path.name[:2]} {title(path)}", "another title"
+    for path in ENGINE:
+        assert PAGES[f"engine/{path.name}"] == module_of(path)
+    assert (ROOT / "nbs/_quarto.yml").resolve() == ROOT / "_quarto.yml"
+    html = SITE["format"]
+    assert "commonmark" not in html and html["html"]["html-math-method"] == "mathml"
 
 
-def test_every_chapter_becomes_a_page(tmp_path):
+def test_every_notebook_becomes_a_page(tmp_path):
     "What nbdev stages for Quarto, without Quarto."
-    fresh = copy(tmp_path/"fresh")
-    subprocess.run([sys.executable, "-c", "from nbdev.serve import proc_nbs; proc_nbs('nbs', n_workers=0)"], cwd=fresh, check=True, capture_output=True)
-    for p in NOTEBOOKS:
-        front = source(cells(fresh/"_proc"/p.name)[0])
-        assert "title: " in front and "description: " in front, f"{p.name} has no front matter"
-    assert yaml.safe_load((fresh/"_proc/_quarto.yml").read_text())["project"]["type"] == "website"
+    fresh = copy(tmp_path / "fresh")
+    stage = "from nbdev.serve import proc_nbs; proc_nbs('nbs', n_workers=0)"
+    subprocess.run([sys.executable, "-c", stage], cwd=fresh, check=True, capture_output=True)
+    for path in NOTEBOOKS:
+        front = source(cells(fresh / "_proc" / path.relative_to(ROOT / "nbs"))[0])
+        assert "title: " in front and "description: " in front, f"{path.name} has no front matter"
+    site = yaml.safe_load((fresh / "_proc/_quarto.yml").read_text(encoding="utf-8"))
+    assert site["project"]["type"] == "website" and site["metadata-files"] == ["nbdev.yml"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_markdown_of_the_site_is_sound(path):
-    for c in cells(path, "markdown"):
-        text = source(c)
-        fences = re.findall(r"^:::.*$", text, re.M)
-        depth = 0
-        for fence in fences:
-            depth += 1 if fence.strip(": ") else -1
-            assert depth >= 0, f"a ::: too many: {text[:80]}"
-        assert depth == 0, f"an open ::: in: {text[:80]}"
+def test_markdown_reads_well_everywhere(path):
+    for cell in cells(path, "markdown"):
+        text = source(cell)
+        assert ":::" not in text and "```mermaid" not in text, f"only for Quarto: {text[:60]}"
         assert text.count("```") % 2 == 0 and text.count("<details>") == text.count("</details>")
-        assert "```mermaid" not in text
         for link in re.findall(r"\]\(([^)#\s]+)", text):
-            if not re.match(r"https?:|mailto:", link): assert (path.parent/link).exists(), f"{path.name} links to {link}"
+            known = re.match(r"https?:|mailto:", link) or (path.parent / link).exists()
+            assert known, f"{path.name} links to {link}"
+        badge = r"colab\.research\.google\.com/github/[^)\"\s]*/blob/main/([^)\"\s]+)"
+        colab = re.search(badge, text)
+        if colab:
+            assert colab[1] == str(path.relative_to(ROOT)), f"the badge opens {colab[1]}"
 
 
 def test_readme_is_the_index():
     for name, content in readme().items():
-        assert (ROOT/name).read_bytes() == content, f"{name} is out of step: make readme"
-    text = (ROOT/"README.md").read_text(encoding="utf-8")
-    for p in CHAPTERS:
-        title = source(cells(p, "markdown")[0]).splitlines()[0].removeprefix("# ")
-        assert f"[{p.name[:2]} {title}](nbs/{p.name})" in text, f"the map of chapters lacks {p.name[:2]} {title}"
+        assert (ROOT / name).read_bytes() == content, f"{name} is out of step: make readme"
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for path in CHAPTERS:
+        line = f"[{path.name[:2]} {title(path)}](nbs/{path.name})"
+        assert line in text, f"the map of chapters lacks {line}"
     assert text.index("make cram") < text.index("make test") < 1500
     for link in re.findall(r"\]\(([^)#\s]+)", text):
-        if not link.startswith("http"): assert (ROOT/link).exists(), link
+        if not link.startswith("http"):
+            assert (ROOT / link).exists(), link
 
 
 def test_wheel_works_outside_the_repository(tmp_path):
-    "Build from a clean copy, install into a new environment, import and call from another folder."
+    "Build the sdist from a clean copy, the wheel from the sdist; install, import, call elsewhere."
     import site
-    clean = copy(tmp_path/"clean")
-    run = lambda *a, **k: subprocess.run(a, check=True, text=True, capture_output=True, **k).stdout
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, clean)
+
+    clean = copy(tmp_path / "clean")
+
+    def run(*words, **options):
+        done = subprocess.run([str(w) for w in words], text=True, capture_output=True, **options)
+        assert not done.returncode, done.stderr[-2000:]
+        return done.stdout
+
+    run(sys.executable, "-m", "build", "--no-isolation", "-o", tmp_path, clean)  # wheel from sdist
     wheel = next(tmp_path.glob("cramnb-*.whl"))
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path/"env")
-    python = tmp_path/"env/bin/python"
-    libraries = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
+    assert wheel.stat().st_size < 300_000
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
+    python = tmp_path / "env/bin/python"
+    purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    libraries = Path(run(python, "-c", purelib).strip())
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", libraries, wheel)
-    (Path(libraries)/"others.pth").write_text("\n".join(site.getsitepackages()))   # torch and friends are not installed twice
-    assert (Path(libraries)/"cramnb/py.typed").exists()
-    code = "import cramnb; from transformers import AutoConfig; print(cramnb.__file__, AutoConfig.for_model('crammed_bert').hidden_size)"
-    where, size = run(python, "-c", code, cwd=tmp_path).split()
-    assert where.startswith(str(tmp_path)) and size == "768"
-    usage = run(python, "-m", "cramnb", "--help", cwd=tmp_path)
+    others = "\n".join(site.getsitepackages())  # torch is not installed twice
+    (libraries / "others.pth").write_text(others)
+    assert {p.name for p in (libraries / "cramnb/data").iterdir()} >= {
+        "facts.json",
+        "cram_cpu.json",
+    }
+    entry = next(libraries.glob("cramnb-*.dist-info")) / "entry_points.txt"
+    assert "cramnb=cramnb._modidx:d" in entry.read_text().replace(" ", "")
+    code = (
+        "import cramnb; from transformers import AutoConfig; from cramnb.show import fact; "
+        "size = AutoConfig.for_model('crammed_bert').hidden_size; "
+        "print(cramnb.__file__, size, fact('glue_crammed').value)"
+    )
+    where, size, score = run(python, "-I", "-c", code, cwd=tmp_path).split()
+    assert where.startswith(str(tmp_path)) and (size, score) == ("768", "80.4")
+    usage = run(python, "-I", "-m", "cramnb", "--help", cwd=tmp_path)
     assert all(f"\n  {verb} " in usage for verb in ("cram", "pretrain", "eval", "data"))
