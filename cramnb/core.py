@@ -108,6 +108,7 @@ def whole(
         if path.is_dir() and temporary.is_dir():
             shutil.rmtree(path)
         os.replace(temporary, path)
+        _flush_names(path.parent)
     except BaseException as e:  # Ctrl-C, too, must leave nothing half written
         remove(temporary)
         raise _explained(e, path) from None
@@ -120,6 +121,19 @@ def flush(
     for part in [p for p in path.rglob('*') if p.is_file()] if path.is_dir() else [path]:
         with part.open('rb') as f:
             os.fsync(f.fileno())
+
+# %% ../nbs/engine/00_core.ipynb #f5c0de01
+def _flush_names(folder: Path):
+    "Ask the system to put a folder's own list of names on the disk; Windows has no such call."
+    if os.name == 'nt':
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError:
+        pass  # some network disks refuse; the file itself is in its place
+    finally:
+        os.close(number)
 
 # %% ../nbs/engine/00_core.ipynb #36f958e4
 def remove(

@@ -148,6 +148,28 @@ PRESETS['arch'] = {  # v1, v2: architecture files of the original's two versions
 }
 # fmt: on
 
+# %% ../nbs/08_zoo.ipynb #z08p0001
+# fmt: off
+PROVENANCE['arch'] |= {  # preset -> where its numbers come from
+    'crammed-bert': 'the published checkpoint, JonasGeiping/crammed-bert; paper, section 4.2',
+    'tiny': 'ours: small enough for a CPU; rotary, with norms of queries and keys',
+    'tiny-crammed': 'ours: crammed-bert with a sixth of the width and a quarter of the layers',
+    'modern': 'ours: parts of ModernBERT and of speed runs; not measured for a whole day',
+    'crammed-bert-simple': "the original's: a BERT with its norms before the blocks",
+    'crammed-large-izsak': "the original's version of the large model of Izsak et al. 2021",
+    'crammed-bamboo': "the original's: 48 narrow layers",
+    'bert-original': "the original's first version: BERT (Devlin et al. 2018), no token types",
+    'bert-base': "the original's first version: bert-original, another epsilon and length",
+    'bert-c2': "the original's first version: a step on the way to crammed-bert",
+    'bert-c3': "the original's first version: the next step, a simpler head",
+    'bert-c4': "the original's first version: gated, without biases",
+    'bert-c5': "the paper's model; checkpoint JonasGeiping/crammed-bert-legacy",
+    'bert-i4': "the original's first version: wider and shallower",
+    'hf-bert-base': "the original's: transformers' own BERT (Devlin et al. 2018)",
+    'hf-bert-tiny': "the original's: transformers' own BERT with two layers",
+}
+# fmt: on
+
 # %% ../nbs/11_train.ipynb #381395ce
 _bert_o = dict(gradient_clipping=0.0, batch_size_ramp=0.0, mlm_probability=0.15)
 _muon = dict(optimizer='muon', muon_lr=0.02, betas=[0.9, 0.95], eps=1e-10, weight_decay=0.0)
@@ -184,18 +206,33 @@ PRESETS['train'] = {
     ),
 }
 
+# %% ../nbs/11_train.ipynb #e11p0001
+PROVENANCE['train'] |= {  # preset -> where its numbers come from
+    'tiny': 'ours: Muon and a plateau, for a few minutes on a CPU',
+    'bert-base': "the original's imitation of BERT's training under a budget",
+    'bert-izsak': "the original's version of Izsak et al. 2021",
+    'bert-o1': "the original's first version: the first step of its tuning",
+    'bert-o2': "the original's first version: one cycle",
+    'bert-original': "the original's version of Devlin et al. 2018",
+}
+
 # %% ../nbs/15_finetune.ipynb #4b04875e
-_linear = dict(batch_size=32, scheduler='budget-linear')
+_linear, _mean = dict(batch_size=32, scheduler='budget-linear'), dict(classifier_pooling='mean')
+_sweep = dict(lr=5e-5, sweep_lr=[5e-5, 4e-5, 3e-5, 2e-5], epochs=3, weight_decay=0.01)
 PRESETS['eval'] = {
     'GLUE_sane': {},
-    'GLUE': dict(_linear, lr=2e-5, weight_decay=0.1, epochs=10, warmup=0.06),
-    'bert-sweep': dict(_linear, lr=5e-5, sweep_lr=[5e-5, 4e-5, 3e-5, 2e-5], epochs=3),
+    'GLUE': _linear | _mean | dict(lr=2e-5, weight_decay=0.1, epochs=10, warmup=0.06),
+    'bert-sweep': _linear | _sweep | dict(betas=[0.9, 0.999], eps=1e-8),
     'superGLUE': dict(tasks='boolq,cb,rte,wic', lr=1e-5, epochs=10),
-    'local': dict(tasks='acceptability,order,similarity', lr=1e-3, batch_size=32),
+    'local': _mean | dict(tasks='acceptability,order,similarity', lr=1e-3, batch_size=32),
 }
-PRESETS['eval']['GLUE'] |= dict(classifier_pooling='mean')
-PRESETS['eval']['local'] |= dict(classifier_pooling='mean')
-PRESETS['eval']['bert-sweep'] |= dict(weight_decay=0.01, betas=[0.9, 0.999], eps=1e-8)
+
+# %% ../nbs/16_score.ipynb #sc0prove
+PROVENANCE['eval'] |= {
+    'bert-sweep': 'Devlin et al. 2018: the best of four learning rates, three epochs',
+    'superGLUE': "the original's code: SuperGLUE tasks of one or two texts",
+    'local': 'ours: tasks made from your own text',
+}
 
 # %% ../nbs/engine/device.ipynb #1f0c7a12
 PRESETS['impl'] = {'torch-default': {}}
