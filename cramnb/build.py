@@ -87,19 +87,20 @@ def each_shard(
         raise CramError(f"A process died while {stage}: {last} {remedy}") from None
 
 # %% ../nbs/engine/build.ipynb #0492a30d
-def _rewrite_shard(job, data, folder, names, n):
+def _rewrite_shard(job, data, folder, old, new, n):
     "Make one shard from another."
-    texts = job(data, folder, n, Shards(folder / names[0])[n])
-    Shards(folder / names[1]).write(n, [t for t in texts if t.strip()])
+    texts = job(data, folder, n, old[n])
+    new.write(n, [t for t in texts if t.strip()])
 
 # %% ../nbs/engine/build.ipynb #09b785d6
 def _run_stage(job, data, folder, names, stage, progress):
     "Turn shards into shards, count the new ones, delete the old ones; all of it once."
     report = folder / f'{names[1]}.json'
     if not report.exists():
-        new, total = Shards(folder / names[1]), len(Shards(folder / names[0]))
+        old, new = Shards(folder / names[0]), Shards(folder / names[1])
+        total = len(old)
         todo = [n for n in range(total) if not new.path(n).exists()]
-        work = partial(_rewrite_shard, job, data, folder, names)
+        work = partial(_rewrite_shard, job, data, folder, old, new)
         each_shard(work, todo, stage, total, progress)
         write_json(report, _measure(new))
     remove(folder / names[0])
@@ -127,9 +128,12 @@ def read_stage(
     count = Counter(documents=0, characters=0, heldout_documents=0)
     held, part, size = [], [], 0
     for text, heldout in documents(data, report):
-        (held if heldout else part).append(text)
         count.update(documents=1, characters=len(text), heldout_documents=int(heldout))
-        size += 0 if heldout else len(text)
+        if heldout:
+            held.append(text)
+        else:
+            part.append(text)
+            size += len(text)
         if size >= SHARD_BYTES:
             shards.write(len(shards), part)
             part, size = [], 0
@@ -147,14 +151,22 @@ def _cut_shard(data, folder, n, texts):
     "Job: cut repeats in a shard, and note which bytes of the held-out text stand in it."
     if not data.deduplicate:
         return texts
-    held = read_json(folder / 'held.json', list)
-    raw, end = as_bytes(texts + held), len(as_bytes(texts))
+    held, end = read_json(folder / 'held.json', list), len(as_bytes(texts))
+    raw = as_bytes(texts + held)
     repeated = repeated_bytes(raw, data.deduplication_threshold)
     write_array(folder / 'seen' / f'{n:05d}.npy', np.packbits(repeated[end + 1 :]))
-    raw, repeated = raw[:end], repeated[:end]
     if n == 0:
-        write_json(folder / 'dropped-repeats.json', dropped_spans(raw, repeated))
-    return without(raw, repeated)
+        dropped = dropped_spans(raw[:end], repeated[:end])
+        write_json(folder / 'dropped-repeats.json', dropped)
+    return without(raw[:end], repeated[:end])
+
+# %% ../nbs/engine/build.ipynb #bdsplit1
+def _split(texts, bad):
+    "Texts to keep, and texts that a filter calls bad."
+    kept, dropped = [], []
+    for text, is_bad in zip(texts, bad):
+        (dropped if is_bad else kept).append(text)
+    return kept, dropped
 
 # %% ../nbs/engine/build.ipynb #f838a9ba
 class _SecondLook:
@@ -163,9 +175,10 @@ class _SecondLook:
     def __init__(self, data, first, shards):
         self.paragraphs = self.near = None
         if data.deduplicate and shards > 1:
-            look = Paragraphs(data.deduplication_threshold, 1)
-            found = sum(len(look.long(t)) for t in first)
-            self.paragraphs = Paragraphs(look.threshold, megabytes_for(2 * shards * found))
+            threshold = data.deduplication_threshold
+            look = Paragraphs(threshold, 1)
+            found = sum(len(look.long(text)) for text in first)
+            self.paragraphs = Paragraphs(threshold, megabytes_for(2 * shards * found))
         if data.near_duplicates:
             bands = NearDuplicates(data.near_duplicates, 1).bands
             megabytes = megabytes_for(2 * shards * bands * len(first))
@@ -177,9 +190,8 @@ class _SecondLook:
         if self.paragraphs:
             texts = [t for t in self.paragraphs.cut(texts) if t.strip()]
         if self.near:
-            again = self.near.add(texts)
-            dropped = [t for t, known in zip(texts, again) if known]
-            texts = [t for t, known in zip(texts, again) if not known]
+            known = self.near.add(texts)
+            texts, dropped = _split(texts, known)
         if self.paragraphs:
             self.paragraphs.add(texts)
         return texts, dropped
@@ -187,22 +199,23 @@ class _SecondLook:
 # %% ../nbs/engine/build.ipynb #d736c353
 def _look_across(data, folder, progress):
     "The second look at shards `unique`, in order; a stopped one looks at all of them again."
-    if (folder / 'distinct.json').exists():
-        remove(folder / 'unique')
-        return read_json(folder / 'distinct.json')
-    old, new = Shards(folder / 'unique'), Shards(folder / 'distinct')
-    total = len(old)
-    look = _SecondLook(data, old[0], total)
-    for n, texts in enumerate(old):
-        kept, dropped = look.keep(texts)
-        new.write(n, kept)
-        if look.near and n == 0:
-            write_json(folder / 'dropped-near-duplicates.json', [t[:200] for t in dropped[:3]])
-        progress('looking across shards', n + 1, total)
-    held = read_json(folder / 'held.json', list)
-    write_json(folder / 'held-near.json', look.near.known(held).tolist() if look.near else [])
-    write_json(folder / 'distinct.json', _measure(new))
-    return _look_across(data, folder, progress)
+    report = folder / 'distinct.json'
+    if not report.exists():
+        old, new = Shards(folder / 'unique'), Shards(folder / 'distinct')
+        total, held = len(old), read_json(folder / 'held.json', list)
+        look = _SecondLook(data, old[0], total)
+        for n, texts in enumerate(old):
+            kept, dropped = look.keep(texts)
+            new.write(n, kept)
+            if look.near and n == 0:
+                examples = [t[:200] for t in dropped[:3]]
+                write_json(folder / 'dropped-near-duplicates.json', examples)
+            progress('looking across shards', n + 1, total)
+        known = look.near.known(held).tolist() if look.near else []
+        write_json(folder / 'held-near.json', known)
+        write_json(report, _measure(new))
+    remove(folder / 'unique')
+    return read_json(report)
 
 # %% ../nbs/engine/build.ipynb #1051a9ab
 JUDGE_SAMPLE = 4_000_000  # characters that the judge is learnt from
@@ -243,12 +256,13 @@ def _filter_shard(data, folder, n, texts):
     "Job: the quality filter of chapter 01."
     if not data.trash_cutoff or not texts:
         return texts
-    tokens = encode(load_pretrained(PreTrainedTokenizerFast, folder / 'judge'), texts)
+    judge = load_pretrained(PreTrainedTokenizerFast, folder / 'judge')
+    tokens = encode(judge, texts)
     trash = is_trash([len(t) for t in tokens], [len(t) for t in texts], data.trash_cutoff)
+    kept, dropped = _split(texts, trash)
     if n == 0:
-        dropped = [t[:200] for t, bad in zip(texts, trash) if bad]
-        write_json(folder / 'dropped-quality filter.json', dropped[:3])
-    return [t for t, bad in zip(texts, trash) if not bad]
+        write_json(folder / 'dropped-quality filter.json', [t[:200] for t in dropped[:3]])
+    return kept
 
 # %% ../nbs/engine/build.ipynb #50423029
 def clean_heldout(
@@ -261,9 +275,10 @@ def clean_heldout(
     if data.deduplicate and held:
         raw = as_bytes(held)
         masks = [np.load(p) for p in sorted((folder / 'seen').glob('*.npy'))]
-        seen = np.unpackbits(np.bitwise_or.reduce(masks), count=len(raw)).astype(bool)
-        held = without(raw, seen)
-    return _filter_shard(data, folder, -1, [t for t, no in zip(held, near) if t.strip() and not no])
+        seen = np.unpackbits(np.bitwise_or.reduce(masks), count=len(raw))
+        held = without(raw, seen.astype(bool))
+    kept, _ = _split(held, near)
+    return _filter_shard(data, folder, -1, [t for t in kept if t.strip()])
 
 # %% ../nbs/engine/build.ipynb #680cda64
 def clean_stage(
@@ -280,16 +295,18 @@ def clean_stage(
     clean = _run_stage(_filter_shard, data, folder, ('distinct', 'clean'), 'filtering', progress)
     if not clean['documents']:
         raise CramError("The quality filter leaves no text: raise data.trash_cutoff, or 0: off.")
-    found = sorted(folder.glob('dropped-*.json'))
-    dropped = {p.stem.removeprefix('dropped-'): read_json(p, list) for p in found}
+    dropped = {}
+    for path in sorted(folder.glob('dropped-*.json')):
+        dropped[path.stem.removeprefix('dropped-')] = read_json(path, list)
     return dict(unique=unique, clean=clean, dropped=dropped)
 
 # %% ../nbs/engine/build.ipynb #cd6aba08
 def disk_needed(data: Data) -> int:  # bytes at most, 0 where the source's size is not known
     "What a build will need on the disk while it runs."
-    if data.source != 'files':
-        return int(2.5e6 * data.max_megabytes)
-    packed = ('.gz', '.zst')
-    sizes = (p.stat().st_size * (4 if p.suffix in packed else 1) for p in find_files(data.files))
-    size = sum(sizes)
-    return int(2.5 * min(size, data.max_megabytes * 1e6 or size))
+    size = limit = data.max_megabytes * 1e6
+    if data.source == 'files':
+        size = 0
+        for path in find_files(data.files):
+            packed = path.suffix in ('.gz', '.zst')
+            size += path.stat().st_size * (4 if packed else 1)
+    return int(2.5 * min(size, limit or size))

@@ -29,7 +29,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .core import CramError, printable
+from .core import CramError, nearest, printable
 from .options import Data
 
 # %% ../nbs/engine/files.ipynb #498a7678
@@ -51,24 +51,31 @@ class Report:
     def as_dict(self) -> dict:
         return dict(counts=dict(self.counts), examples=self.examples, sources=self.sources)
 
+# %% ../nbs/engine/files.ipynb #8eddbaad
+def _no_text(head):
+    "Why the first bytes of a file are no text in UTF-8; '' where they are."
+    zeros = max(head[::2].count(0), head[1::2].count(0))  # every other byte is zero in UTF-16
+    if zeros > len(head) / 8 or head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "is UTF-16: `iconv -f utf-16 -t utf-8` makes readable text of it"
+    strange = head.count(0) + _strays(head.decode('utf-8', 'replace'), head)
+    if strange <= max(20, len(head) / 200):
+        return ''
+    bad = f"{strange:,} of its first {len(head):,} bytes are no characters"
+    return f"is not text in UTF-8: {bad}. `iconv -f latin1 -t utf-8` converts an older encoding"
+
 # %% ../nbs/engine/files.ipynb #fab1dea4
 def _open_text(path):
     "The unpacked bytes of a file. Raises CramError where they are no text in UTF-8."
     with path.open('rb') as file:
         magic = file.read(4)
-    packed = (
-        'gzip' if magic[:2] == b'\x1f\x8b' else 'zstd' if magic == b'\x28\xb5\x2f\xfd' else None
-    )
+    gzip = magic.startswith(b'\x1f\x8b')
+    zstd = magic == b'\x28\xb5\x2f\xfd'
+    packed = 'gzip' if gzip else 'zstd' if zstd else None
     stream = io.BufferedReader(pa.input_stream(str(path), compression=packed), 2**18)
     head = stream.peek(2**16)[: 2**16]
-    wide = max(head[::2].count(0), head[1::2].count(0)) > len(head) / 8
-    if wide or head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        raise CramError(f"{path} is UTF-16: `iconv -f utf-16 -t utf-8` makes readable text of it.")
-    strange = head.count(0) + _strays(head.decode('utf-8', 'replace'), head)
-    if strange > max(20, len(head) / 200):
-        bad = f"{strange:,} of its first {len(head):,} bytes are no characters"
-        remedy = "`iconv -f latin1 -t utf-8` converts an older encoding."
-        raise CramError(f"{path} is not text in UTF-8: {bad}. {remedy}")
+    problem = _no_text(head)
+    if problem:
+        raise CramError(f"{path} {problem}.")
     return stream
 
 # %% ../nbs/engine/files.ipynb #4746cfaf
@@ -99,7 +106,8 @@ def _read_text(path, wanted, report, size=2000):
     for line in _lines(path, report):
         part.append(line)
         n += len(line)
-        if n >= (4 * size if line.strip() else size):
+        enough = 4 * size if line.strip() else size
+        if n >= enough:
             yield 0, {wanted[0]: ''.join(part).strip()}
             part, n = [], 0
     yield 0, {wanted[0]: ''.join(part).strip()}
@@ -123,7 +131,8 @@ def _read_json(path, wanted, report):
 def _read_csv(path, wanted, report, delimiter=','):
     "One record a row. The limit of a cell belongs to the whole process: raised for a row only."
     rows = csv.DictReader(_lines(path, report), delimiter=delimiter)
-    _want(wanted, rows.fieldnames or [], path)
+    if not rows.fieldnames:
+        raise ValueError("it has no header")
     for n in itertools.count(2):
         limit = csv.field_size_limit(2**31 - 1)
         try:
@@ -132,24 +141,17 @@ def _read_csv(path, wanted, report, delimiter=','):
             csv.field_size_limit(limit)
         if row is None:
             return
-        yield n, _Damage('more columns than the header') if any(row.pop(None, ())) else row
+        surplus = any(row.pop(None, ()))  # where DictReader puts what has no column
+        yield n, _Damage('more columns than the header') if surplus else row
 
 # %% ../nbs/engine/files.ipynb #cf613dda
 def _read_parquet(path, wanted, report):
-    "One record a row; other columns are not read."
+    "One record a row; other columns are not read, except to say their names in a message."
     file = pq.ParquetFile(path)
-    _want(wanted, file.schema_arrow.names, path)
-    batches = (b.to_pylist() for b in file.iter_batches(1024, columns=wanted))
-    yield from enumerate(itertools.chain.from_iterable(batches), 1)
-
-# %% ../nbs/engine/files.ipynb #a169d3ef
-def _want(wanted, names, path):
-    "Refuse a table without a wanted column."
-    for name, option in zip(wanted, ('data.text_key', 'data.keep_rows')):
-        if name not in names:
-            raise CramError(
-                f"{path}: no column {name!r}; set {option} to one of: {_listed(names)}."
-            )
+    there = set(wanted) <= set(file.schema_arrow.names)
+    batches = file.iter_batches(1024, columns=wanted if there else None)
+    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    yield from enumerate(rows, 1)
 
 # %% ../nbs/engine/files.ipynb #9d3267df
 def _listed(names):
@@ -178,30 +180,37 @@ def columns(data: Data) -> list[str]:  # names that a record must have
 
 # %% ../nbs/engine/files.ipynb #63b44cd3
 def _is_kept(record, keep_rows):
-    "Does a record have one of the values of KEY.KEY=VALUE|VALUE? Raises CramError without the key."
+    "Does a record have one of the values of KEY.KEY=VALUE|VALUE?"
     where, _, values = keep_rows.partition('=')
     for key in where.split('.') if where else ():
-        if not isinstance(record, dict) or key not in record:
-            there = _listed(record) if isinstance(record, dict) else repr(record)[:100]
-            message = f"data.keep_rows={keep_rows}: a record has no {where!r}, only: {there}."
-            raise CramError(message)
         record = record[key]
     return not where or str(record) in values.split('|')
 
 # %% ../nbs/engine/files.ipynb #2bace6e5
-def _problem(record, key):
+def _problem(record, data):
     "Why a record gives no text; '' where it does. An empty value is no text, and no damage."
     if isinstance(record, _Damage):
         return record
     if not isinstance(record, dict):
         kind = 'a text' if isinstance(record, str) else type(record).__name__
         return f"{kind} instead of an object with keys"
+    key = data.text_key
     if key not in record:
         return f"no text under {key!r}; set data.text_key to one of: {_listed(record)}"
-    if isinstance(record[key] or '', str):
-        return ''
-    kind = type(record[key]).__name__
-    return f"{key!r} holds {kind}, not text; set data.text_key to another name"
+    kind = type(record[key] or '').__name__
+    if kind != 'str':
+        return f"{key!r} holds {kind}, not text; set data.text_key to another name"
+    return _not_there(record, data.keep_rows.partition('=')[0])
+
+# %% ../nbs/engine/files.ipynb #b627c87c
+def _not_there(record, where):
+    "Which key of KEY.KEY a record lacks; '' where it has all."
+    for key in where.split('.') if where else ():
+        if not isinstance(record, dict) or key not in record:
+            names = _listed(record) if isinstance(record, dict) else repr(record)[:100]
+            return f"data.keep_rows: a record has no {where!r}, only: {names}"
+        record = record[key]
+    return ''
 
 # %% ../nbs/engine/files.ipynb #da03153f
 def texts_of(
@@ -213,48 +222,50 @@ def texts_of(
     "The texts of records. Raises CramError where the key is wrong or too much is damaged."
     good, bad, first = 0, 0, ''
     for n, record in records:
-        if problem := _problem(record, data.text_key):
-            if not good and not isinstance(record, _Damage):
-                raise CramError(f"{place} {n}: {problem}.")
+        if problem := _problem(record, data):
             bad, first = bad + 1, first or f"{place} {n}: {problem}"
             report.note('bad_lines', example=f"{os.path.basename(place)} {n}: {problem}")
-            _refuse_damage(first, bad, max(good + bad, 1000), data)
+            if not good and not isinstance(record, _Damage):
+                raise CramError(f"{place} {n}: {problem}.")  # a mistake of the user, no damage
+            _refuse(first, bad, max(good + bad, 1000), data.max_bad_lines)
             continue
         good += 1
         text, kept = record[data.text_key] or '', _is_kept(record, data.keep_rows)
         report.note('empty' if kept else 'rows_left_out', not (kept and text.strip()))
         if kept and text.strip():
             yield text
-    _refuse_damage(first, bad, good + bad, data)
+    _refuse(first, bad, good + bad, data.max_bad_lines)
 
 # %% ../nbs/engine/files.ipynb #a25e9df8
-def _refuse_damage(first, bad, seen, data):
+def _refuse(first, bad, seen, share):
     "Refuse a source with too many damaged records."
-    if bad > data.max_bad_lines * seen:
-        share = f"data.max_bad_lines={data.max_bad_lines} allows fewer"
-        raise CramError(f"{first}. {bad:,} of {seen:,} lines are damaged; {share}.")
+    if bad > share * seen:
+        allowed = f"data.max_bad_lines={share} allows fewer"
+        raise CramError(f"{first}. {bad:,} of {seen:,} lines are damaged; {allowed}.")
 
 # %% ../nbs/engine/files.ipynb #c0528f6f
 def read_file(
     path: str | Path,  # txt, md, jsonl, json, csv, tsv or parquet, perhaps with .gz or .zst behind
-    text_key: str = 'text',  # column or key of the text
-    max_bad_lines: float = 0.01,  # share of damaged lines that are skipped
+    data: Data | None = None,  # reads text_key, max_bad_lines, keep_rows
     report: Report | None = None,  # is told what was mended, skipped and left out
-    keep_rows: str = '',  # see `columns`
 ) -> Iterator[str]:  # documents; empty ones are left out
     "Read documents from one file. Raises CramError naming file and line."
-    path, report = Path(path), report or Report()
-    data = Data(text_key=text_key, max_bad_lines=max_bad_lines, keep_rows=keep_rows)
+    path, data, report = Path(path), data or Data(), report or Report()
     try:
         records = READERS[kind_of(path) or 'txt'](path, columns(data), report)
         yield from texts_of(records, f"{path}, line", data, report)
     except CramError:
         raise
-    except PermissionError:
-        raise CramError(f"{path} cannot be read: permission denied.") from None
     except (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException) as e:
-        reason = (str(e).splitlines() or [type(e).__name__])[0].rstrip('.')
-        raise CramError(f"{path} is damaged or cut short: {reason}.") from e
+        raise CramError(f"{path} {_complaint(e)}.") from e
+
+# %% ../nbs/engine/files.ipynb #a99d9bed
+def _complaint(error):
+    "What a library says about a file that it cannot read, in one line."
+    if isinstance(error, PermissionError):
+        return "cannot be read: permission denied"
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return "is damaged or cut short: " + first.rstrip('.')
 
 # %% ../nbs/engine/files.ipynb #c3aa390f
 def find_files(
@@ -265,13 +276,14 @@ def find_files(
     parts = [whole] if os.path.isfile(whole) else [s.strip() for s in str(spec).split(',')]
     for part in map(os.path.expanduser, filter(None, parts)):
         hits = _hits(part)
-        if not hits:
-            why = 'there is no such file, and no folder or pattern with files in it'
-            raise FileNotFoundError(f"data.files={part[:200]}: {why}.")
         found += sorted(p for p in hits if kind_of(p) or str(p) == part)
+        if not hits:
+            why = "there is no such file, and no folder or pattern with files in it"
+            beside = nearest(part, glob.glob(os.path.join(os.path.dirname(part), '*')))
+            raise FileNotFoundError(f"data.files={part[:200]}: {why}.{beside}")
+    named = f"data.files={str(spec) or '(empty)'} names no text"
+    kinds = f"files or folders of {', '.join(READERS)} (also .gz and .zst)"
     if not found:
-        kinds = f"files or folders of {', '.join(READERS)} (also .gz and .zst)"
-        named = f"data.files={str(spec) or '(empty)'} names no text"
         raise CramError(f"{named}: give {kinds}, or set CRAMNB_DATA.")
     return found
 

@@ -45,8 +45,11 @@ MASKINGS = ('token', 'whole-word', 'span')
 
 def _disguise(asked, ids, mask_token_id, use_80_20_rule, generator):
     "(B, k) what stands in the place of the asked tokens, which come in the order of their draw."
-    k, shown = asked.shape[1], asked.clone()
-    n_mask, n_random = (round(0.8 * k), round(0.9 * k)) if use_80_20_rule else (k, k)
+    shown = asked.clone()
+    n_mask = n_random = k = asked.shape[1]
+    if use_80_20_rule:
+        n_mask = round(0.8 * k)
+        n_random = round(0.9 * k)
     shape = len(asked), n_random - n_mask
     shown[:, :n_mask] = mask_token_id
     drawn = torch.randint(*ids, shape, generator=generator, device=asked.device)
@@ -68,7 +71,7 @@ def mask_tokens(
     max_probability: float = 0.0,  # the largest rate of the run: `positions` has room for it
     mask_special_tokens: bool = False,  # True, as in the original: hidden like all others
 ) -> MaskedBatch:
-    "Hide round(p·T) tokens a row: 80 % [MASK], 10 % random, 10 % kept (Devlin et al. 2018)."
+    "Hide round(p·T) per row: 80 % [MASK], 10 % random, 10 % kept (Devlin et al. 2018)."
     most = max(mlm_probability, max_probability)
     check_value('masking', masking, dict(allowed=MASKINGS))
     check_value('mlm_probability', most, dict(low=0, high=1))
@@ -108,7 +111,8 @@ def span_starts(
     length = 1 + torch.bucketize(draw, edges, right=True)
     begin = (length.cumsum(1) - length).clamp(max=words.shape[1])  # number of its first word
     flags = torch.zeros(len(words), words.shape[1] + 1, dtype=torch.bool, device=words.device)
-    return words & flags.scatter(1, begin, True).gather(1, words.cumsum(1) - 1)
+    flags = flags.scatter(1, begin, True)  # of words: does a span begin here?
+    return words & flags.gather(1, words.cumsum(1) - 1)
 
 # %% ../nbs/04_masking.ipynb #951cc539
 def word_begins(
@@ -132,17 +136,20 @@ def _pick_together(ids, draw, room, words, low, spans, generator):
     "(B, room) columns: words or spans in the order of one key each, so that only the last is cut."
     begins, edge = words
     order = column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
+    def first(flags):  # (B, T) the column in which the word or span of each token begins
+        return torch.where(flags, column, 0).cummax(1).values
+
     if spans:  # the row is a ring, cut open before some word: no column is nearer to an end
         turn = torch.randint(ids.shape[1], (len(ids), 1), generator=generator, device=ids.device)
-        order = (column + _first(begins, column).gather(1, turn)) % ids.shape[1]
-        begins = edge.gather(1, order) | span_starts(begins.gather(1, order), generator)
-    keys = draw.gather(1, _first(begins, column)).masked_fill(ids.gather(1, order) < low, 2.0)
-    return order.gather(1, keys.sort(dim=1, stable=True).indices[:, :room])
-
-# %% ../nbs/04_masking.ipynb #b2787eeb
-def _first(begins, column):
-    "(B, T) the column in which the word or span of each token begins."
-    return torch.where(begins, column, 0).cummax(1).values
+        start = first(begins).gather(1, turn)
+        order = (column + start) % ids.shape[1]
+        spans_begin = span_starts(begins.gather(1, order), generator)
+        begins = edge.gather(1, order) | spans_begin
+    special = ids.gather(1, order) < low
+    keys = draw.gather(1, first(begins)).masked_fill(special, 2.0)
+    picked = keys.sort(dim=1, stable=True).indices[:, :room]
+    return order.gather(1, picked)
 
 # %% ../nbs/04_masking.ipynb #ba820bf4
 def mask_rate_at(

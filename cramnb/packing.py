@@ -107,10 +107,10 @@ class Rows:
             out[part == p] = self.parts[p][index[part == p] - self.starts[p]]
         return out
 
-# %% ../nbs/03_packing.ipynb #e2917990
+# %% ../nbs/03_packing.ipynb #2a71b139
 BLOCK, WINDOW = 256, 64  # rows of a block, blocks that are mixed with one another
 
-# %% ../nbs/03_packing.ipynb #2a71b139
+
 @lru_cache(4)
 def _windows(n, epoch, seed):
     "The blocks in their order, and the place in the epoch where each window of them begins."

@@ -29,31 +29,31 @@ from .tokenizer import encode
 def _encode_shard(data, folder, n):
     "Job: the tokens of a shard, documents end to end, without [CLS]."
     tokenizer = load_pretrained(PreTrainedTokenizerFast, folder / 'tokenizer')
-    ids = encode(tokenizer, Shards(folder / 'clean')[n])
-    flat = [np.array(i[data.include_cls :], narrow(len(tokenizer))) for i in ids]
-    empty = np.zeros(0, narrow(len(tokenizer)))
-    write_array(folder / 'tokens' / f'{n:05d}.npy', np.concatenate([empty, *flat]))
+    dtype, flat = narrow(len(tokenizer)), []
+    for ids in encode(tokenizer, Shards(folder / 'clean')[n]):
+        flat += ids[data.include_cls :]
+    write_array(folder / 'tokens' / f'{n:05d}.npy', np.array(flat, dtype))
 
 # %% ../nbs/engine/rows.ipynb #4a5fd41f
 def _pack_stage(data, folder, tokenizer, progress):
     "Pack what was encoded; the counts are written last and say that the file is whole."
     done, files = folder / 'packed.json', sorted((folder / 'tokens').glob('*.npy'))
-    count = dict(tokens=0, rest=[])
     cls_id = tokenizer.cls_token_id if data.include_cls else None
+    tokens, rest = 0, np.zeros(0, np.uint32)
 
     def batches():
+        nonlocal tokens, rest
         for n, path in enumerate(files, 1):
             ids = np.load(path)
-            rows, rest = pack([count['rest'], ids], data.seq_length, cls_id)
-            count.update(tokens=count['tokens'] + len(ids), rest=rest)
+            rows, rest = pack([rest, ids], data.seq_length, cls_id)
+            tokens += len(ids)
             progress('packing', n, len(files))
             if len(rows):
                 yield rows
 
     if not done.exists():
         write_rows(batches(), folder / 'packed.arrow', len(tokenizer))
-        count.update(tokens_left=len(count['rest']), rest=count['rest'].tolist())
-        write_json(done, count)
+        write_json(done, dict(tokens=tokens, rest=rest.tolist(), tokens_left=len(rest)))
     remove(folder / 'tokens')
     return read_json(done)
 
@@ -77,6 +77,29 @@ def keyed(
         values = np.round(values * 1e6)
     return (values.astype(np.int64) << 32) | np.arange(start, start + len(values))
 
+# %% ../nbs/engine/rows.ipynb #rwedges1
+def _edges(keys, boxes):
+    "Keys that divide the rows into boxes of about one size, from a sample."
+    n = len(keys)
+    drawn = np.random.default_rng(0).integers(0, n, min(n, 10**6))
+    sample = np.sort(keys[drawn])
+    return sample[np.arange(1, boxes) * len(sample) // boxes]
+
+# %% ../nbs/engine/rows.ipynb #rwdeal01
+def _deal(rows, keys, edges, scratch):
+    "Append each row, and its key, to the file of its box."
+    remove(scratch)
+    scratch.mkdir()
+    for part, start in zip(rows.parts, rows.starts):
+        numbers = np.asarray(keys[start : start + len(part)])
+        box = np.searchsorted(edges, numbers, 'right')
+        for b in np.unique(box):
+            here = box == b
+            with (scratch / f'{b:06d}.keys').open('ab') as f:
+                f.write(numbers[here].tobytes())
+            with (scratch / f'{b:06d}.rows').open('ab') as f:
+                f.write(part[here].tobytes())
+
 # %% ../nbs/engine/rows.ipynb #83b57da9
 def in_order(
     rows: Rows,  # as packed
@@ -86,22 +109,13 @@ def in_order(
     memory: int = 128_000_000,  # bytes of a box
 ) -> Iterator[np.ndarray]:  # the rows, smallest key first, box by box
     "Sort rows in bounded memory: deal them into boxes on the disk, then sort each box."
-    boxes = -(-len(rows) * (rows.parts[0][:1].nbytes + 8) // memory)
-    some = np.sort(keys[np.random.default_rng(0).integers(0, len(rows), min(len(rows), 10**6))])
-    edges = some[np.arange(1, boxes) * len(some) // boxes]
-    remove(scratch)
-    scratch.mkdir()
-    for part, start in zip(rows.parts, rows.starts):
-        numbers = np.asarray(keys[start : start + len(part)])
-        box = np.searchsorted(edges, numbers, 'right')
-        for b in np.unique(box):
-            for name, what in (('keys', numbers), ('rows', part)):
-                with (scratch / f'{b:06d}.{name}').open('ab') as f:
-                    f.write(what[box == b].tobytes())
+    width = rows.parts[0].shape[1]
+    boxes = -(-len(rows) * (width * rows.parts[0].itemsize + 8) // memory)
+    _deal(rows, keys, _edges(keys, boxes), scratch)
     left = len(rows) if limit is None else limit
     for path in sorted(scratch.glob('*.keys')):
         numbers = np.fromfile(path, np.int64)
-        box = np.fromfile(path.with_suffix('.rows'), part.dtype).reshape(len(numbers), -1)
+        box = np.fromfile(path.with_suffix('.rows'), rows.parts[0].dtype).reshape(-1, width)
         if left > 0:
             yield box[np.argsort(numbers)[:left]]
         left -= len(box)
@@ -114,24 +128,31 @@ def _row_values(ordering, part, i, tokenizer, counts):
         return np.zeros(len(part), int)
     if ordering == 'randomized':
         return np.random.default_rng([233, i]).integers(0, 2**31, len(part))
-    sign = -1 if ordering.startswith('reverse-') else 1
-    return sign * order_keys(ordering.removeprefix('reverse-'), part, tokenizer, counts)
+    values = order_keys(ordering.removeprefix('reverse-'), part, tokenizer, counts)
+    return -values if ordering.startswith('reverse-') else values
+
+# %% ../nbs/engine/rows.ipynb #rwkeys01
+def _all_keys(data, rows, tokenizer, path):
+    "The keys of all rows, memory-mapped from a file."
+    counts = np.zeros(len(tokenizer), np.int64)
+    for _ in count_tokens(rows.parts, counts):
+        pass
+    with path.open('wb') as f:
+        for i, part in enumerate(rows.parts):
+            values = _row_values(data.ordering, part, i, tokenizer, counts)
+            keys = keyed(values, int(rows.starts[i]))
+            f.write(keys.tobytes())
+    return np.memmap(path, np.int64, 'r')
 
 # %% ../nbs/engine/rows.ipynb #85b8a0cd
 def _order_stage(data, folder, tokenizer):
     "Write rows.arrow in the order of training, and count its tokens."
     rows = Rows(folder / 'packed.arrow')
-    counts, kept = np.zeros((2, len(tokenizer)), np.int64)
-    for _ in count_tokens(rows.parts, counts):
-        pass
-    with (folder / 'keys.bin').open('wb') as f:
-        for i, part in enumerate(rows.parts):
-            values = _row_values(data.ordering, part, i, tokenizer, counts)
-            f.write(keyed(values, int(rows.starts[i])).tobytes())
-    keys = np.memmap(folder / 'keys.bin', np.int64, 'r')
-    boxes = in_order(rows, keys, folder / 'boxes', data.max_rows or None)
-    n = write_rows(count_tokens(boxes, kept), folder / 'rows.arrow', len(tokenizer))
-    write_array(folder / 'token_counts.npy', kept)
+    keys = _all_keys(data, rows, tokenizer, folder / 'keys.bin')
+    ordered = in_order(rows, keys, folder / 'boxes', data.max_rows or None)
+    counts = np.zeros(len(tokenizer), np.int64)
+    n = write_rows(count_tokens(ordered, counts), folder / 'rows.arrow', len(tokenizer))
+    write_array(folder / 'token_counts.npy', counts)
     return n
 
 # %% ../nbs/engine/rows.ipynb #31c5c90c
@@ -144,7 +165,8 @@ def _heldout_stage(data, folder, tokenizer):
         if len(rows):
             break
     write_json(folder / 'heldout.json', texts, indent=None)
-    return write_rows([rows] * bool(len(rows)), folder / 'heldout.arrow', len(tokenizer))
+    batches = [rows] if len(rows) else []
+    return write_rows(batches, folder / 'heldout.arrow', len(tokenizer))
 
 # %% ../nbs/engine/rows.ipynb #ed470382
 def token_stage(
@@ -157,10 +179,13 @@ def token_stage(
     tokenizer = learn(data, Shards(folder / 'clean'), 100_000_000, folder / 'tokenizer')
     if not (folder / 'packed.json').exists():
         total = read_json(folder / 'clean.json')['shards']
-        todo = [n for n in range(total) if not (folder / 'tokens' / f'{n:05d}.npy').exists()]
-        each_shard(partial(_encode_shard, data, folder), todo, 'encoding', total, progress)
+        made = {path.stem for path in (folder / 'tokens').glob('*.npy')}
+        todo = [n for n in range(total) if f'{n:05d}' not in made]
+        job = partial(_encode_shard, data, folder)
+        each_shard(job, todo, 'encoding', total, progress)
     remove(folder / 'clean')
     count = _pack_stage(data, folder, tokenizer, progress)
     count['heldout_rows'] = _heldout_stage(data, folder, tokenizer)
     progress('bringing rows into order', 0, 1)
-    return count | dict(rows=_order_stage(data, folder, tokenizer))
+    count['rows'] = _order_stage(data, folder, tokenizer)
+    return count

@@ -29,24 +29,30 @@ from .core import CramError, DiskFull, disk_full, fingerprint, load_pretrained
 from .core import printable, read_json, remove, write_json, write_text
 from .options import Data
 from .packing import PackedCorpus, Rows
-from .ready import random_stage, ready_stage
+from .ready import check_marks, first_line, random_stage, ready_stage
 from .rows import token_stage
 from .sources import source_version
 
 # %% ../nbs/engine/store.ipynb #20ac2e51
-FORMAT = 4  # raise when the same options would give other rows: a test keeps a checksum of some
+FORMAT = 5  # raise when the same options would give other rows: a test keeps a checksum of some
 
 # %% ../nbs/engine/store.ipynb #1c47f77c
 def _shaping(data):
     "Leave out what this source and these steps do not read."
-    text, hub = data.source not in ('tokens', 'random'), data.source in ('hub', 'tokens', 'mix')
-    used = dict.fromkeys(('hub_path', 'hub_name', 'hub_split', 'hub_revision'), hub)
-    used |= dict(mix=data.source == 'mix', files=data.source == 'mix')
-    used |= dict(text_key=data.source in ('files', 'hub', 'mix'))
-    used |= dict(deduplication_threshold=text and (data.deduplicate or data.near_duplicates > 0))
-    cleaning = 'lowercase strip_accents ascii_only fold_punctuation deduplicate near_duplicates'
-    used |= dict.fromkeys((*cleaning.split(), 'trash_cutoff', 'tokenizer'), text)
-    return {k: v for k, v in asdict(data).items() if used.get(k, True)}
+    text = data.source not in ('tokens', 'random')
+    unread = set()
+    if data.source not in ('hub', 'tokens', 'mix'):
+        unread |= {'hub_path', 'hub_name', 'hub_split', 'hub_revision'}
+    if data.source not in ('files', 'hub', 'mix'):
+        unread.add('text_key')
+    if data.source != 'mix':
+        unread |= {'mix', 'files'}  # the content of files is in `source_version`
+    if not text:
+        unread |= {'lowercase', 'strip_accents', 'ascii_only', 'fold_punctuation', 'deduplicate'}
+        unread |= {'near_duplicates', 'trash_cutoff', 'tokenizer'}
+    if not text or not (data.deduplicate or data.near_duplicates):
+        unread.add('deduplication_threshold')
+    return {k: v for k, v in asdict(data).items() if k not in unread}
 
 # %% ../nbs/engine/store.ipynb #16332552
 def store_key(data: Data) -> str:  # 12 hex digits
@@ -79,12 +85,22 @@ def verify_corpus(folder: Path):  # of a finished corpus
     "Read all files and compare their checksums with the card. Raises CramError naming the damage."
     card = read_json(folder / 'card.json', needs=('checksums',), remedy=_anew(folder))
     sums = card['checksums']
-    if wrong := [name for name in sums if fingerprint(folder / name) != sums[name]]:
+    wrong = [name for name in sums if fingerprint(folder / name) != sums[name]]
+    if wrong:
         raise CramError(f"{folder} is damaged ({', '.join(wrong)} has changed). {_anew(folder)}")
 
 # %% ../nbs/engine/store.ipynb #3cde10e1
 def _anew(folder):
     return f"Delete {folder}, and it will be built again."
+
+# %% ../nbs/engine/store.ipynb #stsizes1
+def _check_sizes(folder, sizes):
+    "Raise CramError where a file has not the size that the card says."
+    paths = {name: folder / name for name in sizes}
+    found = {name: path.stat().st_size for name, path in paths.items() if path.exists()}
+    wrong = [name for name in sizes if found.get(name) != sizes[name]]
+    if wrong:
+        raise CramError(f"{', '.join(wrong)} is cut or gone")
 
 # %% ../nbs/engine/store.ipynb #e20fedff
 def load_corpus(
@@ -95,72 +111,82 @@ def load_corpus(
     if not (folder / 'card.json').exists():
         raise FileNotFoundError(f"{folder} holds no finished corpus.")
     card = read_json(folder / 'card.json', needs=('data', 'counts', 'bytes'), remedy=_anew(folder))
-    sizes = {n: p.stat().st_size for n in card['bytes'] if (p := folder / n).exists()}
     try:
-        if wrong := [n for n, size in card['bytes'].items() if sizes.get(n) != size]:
-            raise CramError(f"{', '.join(wrong)} is cut or gone")
+        _check_sizes(folder, card['bytes'])
         rows, heldout = Rows(folder / 'rows.arrow'), Rows(folder / 'heldout.arrow')
         tokenizer = load_pretrained(PreTrainedTokenizerFast, folder / 'tokenizer')
-        names = [f'{name}_token' for name in ('pad', 'sep', 'cls', 'mask')]
-        if lost := [name for name in names if getattr(tokenizer, name) is None]:
-            raise CramError(f"its tokenizer has no {', '.join(lost)}")
+        check_marks(tokenizer, 'its tokenizer')
     except Exception as e:  # ours, and Arrow's and the tokenizer's own about damaged bytes
-        what = str(e).splitlines()[0]
-        raise CramError(f"{folder} is damaged ({what}). {_anew(folder)}") from None
+        raise CramError(f"{folder} is damaged ({first_line(e)}). {_anew(folder)}") from None
     if verify:
         verify_corpus(folder)
     return PackedCorpus(folder, rows, heldout, tokenizer, card)
 
+# %% ../nbs/engine/store.ipynb #c710d64e
+_HEAD = '''---
+task_categories: [fill-mask]
+---
+
+# PackedCorpus {source}
+
+Source: `{where}` {hub_name}
+'''
+_READY = '''{rows:,} rows of {seq_length} tokens {origin},
+{heldout_rows:,} more are held out.
+'''
+_BUILT = '''| step | documents | characters |
+|---|---:|---:|
+| read | {documents:,} | {characters:,} |
+| after cutting repeats and near-duplicates | {unique[documents]:,} | {unique[characters]:,} |
+| after the quality filter | {clean[documents]:,} | {clean[characters]:,} |
+
+{heldout_documents:,} documents are held out.
+{tokens:,} training tokens make {rows:,} rows of {seq_length};
+{tokens_left} tokens at the end fill no row and stand in card.json.
+{per_token:.2f} characters a token,
+vocabulary {tokenizer} with {vocab_size:,} entries.
+'''
+
 # %% ../nbs/engine/store.ipynb #163516e8
 def data_card(card: dict) -> str:  # Markdown, with the metadata that the hub reads
     "What the corpus is made of, and what was dropped on the way."
-    c, d = card['counts'], card['data']
-    where = d['mix'] or d['files'] or d['hub_path'] or d['source']
-    sizes = 'n<1K 1K<n<10K 10K<n<100K 100K<n<1M 1M<n<10M 10M<n<100M 100M<n<1B'.split()
-    size = sizes[min(max(len(str(c['rows'])) - 3, 0), 6)]
-    meta = f"---\ntask_categories: [fill-mask]\nsize_categories: ['{size}']\n---\n"
-    lines = [meta, f"# PackedCorpus {d['source']}", '', f"Source: `{where}` {d['hub_name']}", '']
-    lines += [f"- {notice}" for notice in card['notices']]
-    if 'documents' in c:
-        lines += _steps(c, card['vocab_size'], d)
-        for step, shown in c['dropped'].items():
-            lines += _quoted(f'Dropped by {step}:', shown)
-        return '\n'.join(lines + _quoted('Rows that were kept:', card['examples']) + _met(c))
-    origin = 'of random tokens' if d['source'] == 'random' else 'as their authors published them'
-    lines.append(f"{c['rows']:,} rows of {d['seq_length']} tokens {origin},")
-    lines += [f"{c['heldout_rows']:,} more are held out.", '']
-    return '\n'.join(lines + _quoted('Examples:', card['examples']))
-
-# %% ../nbs/engine/store.ipynb #c710d64e
-def _steps(c, vocab_size, d):
-    "The table of documents and characters after each step, and how text became tokens and rows."
-    steps = {'read': c, 'after cutting repeats and near-duplicates': c['unique']}
-    steps['after the quality filter'] = c['clean']
-    lines = ['| step | documents | characters |', '|---|---:|---:|']
-    lines += [f"| {k} | {n['documents']:,} | {n['characters']:,} |" for k, n in steps.items()]
-    return [
-        *(*lines, ''),
-        f"{c['heldout_documents']:,} documents are held out.",
-        f"{c['tokens']:,} training tokens make {c['rows']:,} rows of {d['seq_length']};",
-        f"{c['tokens_left']} tokens at the end fill no row and stand in card.json.",
-        f"{c['clean']['characters'] / c['tokens']:.2f} characters a token,",
-        *(f"vocabulary {d['tokenizer']} with {vocab_size:,} entries.", ''),
-    ]
+    known = card['data'] | card['counts'] | card
+    where = known['mix'] or known['files'] or known['hub_path'] or known['source']
+    lines = [_HEAD.format(where=where, **known)]
+    lines += [f'- {notice}' for notice in card['notices']]
+    if 'documents' not in known:
+        random = known['source'] == 'random'
+        origin = 'of random tokens' if random else 'as their authors published them'
+        lines.append(_READY.format(origin=origin, **known))
+        return '\n'.join(lines + _quoted('Examples:', card['examples']))
+    per_token = known['clean']['characters'] / known['tokens']
+    lines.append(_BUILT.format(per_token=per_token, **known))
+    for step, shown in known['dropped'].items():
+        lines += _quoted(f'Dropped by {step}:', shown)
+    lines += _quoted('Rows that were kept:', card['examples'])
+    return '\n'.join(lines + _met(known['reading']))
 
 # %% ../nbs/engine/store.ipynb #fe1a4af1
 def _quoted(title, texts):
     "Excerpts as a Markdown quotation, without control characters and HTML."
-    shown = [escape(printable(' '.join(t[:300].split())), quote=False) for t in texts]
-    return [title, '', *(f"> {t}\n" for t in shown)] if texts else []
+    if not texts:
+        return []
+    lines = [title, '']
+    for text in texts:
+        excerpt = ' '.join(text[:300].split())
+        lines.append(f'> {escape(printable(excerpt), quote=False)}\n')
+    return lines
 
 # %% ../nbs/engine/store.ipynb #5229b306
-def _met(c):
+def _met(reading):
     "What was skipped and mended while reading, and what every source gave."
-    notes = [f"- {kind.replace('_', ' ')}: {n:,}" for kind, n in c['reading']['counts'].items()]
-    for name, gave in c['reading']['sources'].items():
-        size = f"{gave['documents']:,} documents, {gave['characters']:,} characters"
-        notes.append(f"- source {name}: {size}")
-    return ['Met while reading:', '', *notes, '']
+    lines = ['Met while reading:', '']
+    for kind, n in reading['counts'].items():
+        lines.append(f"- {kind.replace('_', ' ')}: {n:,}")
+    gave = '- source {}: {documents:,} documents, {characters:,} characters'
+    for name, counts in reading['sources'].items():
+        lines.append(gave.format(name, **counts))
+    return [*lines, '']
 
 # %% ../nbs/engine/store.ipynb #c8a84507
 def _lock(folder, progress):
@@ -173,9 +199,10 @@ def _lock(folder, progress):
         progress('waiting for another process', 0, None)
         lock.acquire()
     except OSError as e:
-        what = f"The corpus {folder.name} is not there yet and cannot be built there"
-        where = f"impl.path={folder.parent}: {e.strerror or e}"
-        raise CramError(f"{where}. {what}: give a folder that can be written.") from None
+        raise CramError(
+            f"impl.path={folder.parent}: {e.strerror or e}. The corpus {folder.name} is not there "
+            "yet and cannot be built there: give a folder that can be written."
+        ) from None
     return lock
 
 # %% ../nbs/engine/store.ipynb #eb67811e
@@ -200,13 +227,19 @@ def _finish(data, build, counts):
     rows, key, size = Rows(build / 'rows.arrow'), store_key(data), len(tokenizer)
     cause = f"the text is too small for data.vocab_size={data.vocab_size:,}"
     notices = [f"The vocabulary has {size:,} entries: {cause}."] * (size < data.vocab_size)
-    card = dict(data=asdict(data), counts=counts, key=key, format=FORMAT, notices=notices)
-    card['vocab_size'] = size
-    card['fingerprint'] = _content_fingerprint(rows, tokenizer)
     shown = rows[np.linspace(0, len(rows) - 1, 3).astype(int)]
-    card['examples'] = [tokenizer.decode(row.tolist()) for row in shown]
-    card['bytes'] = {f: (build / f).stat().st_size for f in FILES}
-    card['checksums'] = {f: fingerprint(build / f) for f in FILES}
+    card = dict(
+        data=asdict(data),
+        counts=counts,
+        key=key,
+        format=FORMAT,
+        notices=notices,
+        vocab_size=size,
+        fingerprint=_content_fingerprint(rows, tokenizer),
+        examples=[tokenizer.decode(row.tolist()) for row in shown],
+        bytes={name: (build / name).stat().st_size for name in FILES},
+        checksums={name: fingerprint(build / name) for name in FILES},
+    )
     _for_datasets(build, rows, key)
     write_text(build / 'README.md', data_card(card))
     write_json(build / 'card.json', card)

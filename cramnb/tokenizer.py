@@ -178,21 +178,16 @@ def word_starts(
     vocab, kind = tokenizer.get_vocab(), type(tokenizer.backend_tokenizer.model).__name__
     if kind not in ('WordPiece', 'WordLevel'):
         kind = 'spaces' if any(t.startswith('▁') for t in vocab) else 'bytes'
+    begins = dict(
+        WordPiece=lambda t: not t.startswith('##'),
+        WordLevel=lambda t: True,
+        spaces=lambda t: not t[0].isalnum(),
+        bytes=lambda t: t[0] in 'ĠĊĉ' or t[0].isascii() and not t[0].isalnum(),
+    )[kind]  # of bytes: space, new line, tab; bytes that are no ASCII are parts of letters
     out = np.ones(max(vocab.values()) + 1, bool)
     for t, i in vocab.items():
-        out[i] = _begins_word(t, kind) if t else True
+        out[i] = not t or begins(t)
     return out
-
-# %% ../nbs/02_tokenizer.ipynb #0b36c5e1
-def _begins_word(token, kind):
-    "Does the mark of this token, or the lack of one, say that a word begins here?"
-    if kind == 'WordPiece':
-        return not token.startswith('##')
-    if kind == 'spaces':
-        return not token[0].isalnum()
-    if kind == 'bytes':  # space, new line, tab; other bytes are parts of letters
-        return token[0] in 'ĠĊĉ' or token[0].isascii() and not token[0].isalnum()
-    return True
 
 # %% ../nbs/02_tokenizer.ipynb #ead180d2
 def encode(

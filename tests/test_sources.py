@@ -10,6 +10,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -88,9 +90,9 @@ def test_parquet_reads_the_wanted_columns_only(tmp_path):
         tmp_path / "a.parquet",
     )
     assert list(read_file(tmp_path / "a.parquet")) == DOCS
-    assert list(read_file(tmp_path / "a.parquet", keep_rows="meta.set=b")) == DOCS[1::2]
+    assert list(read_file(tmp_path / "a.parquet", Data(keep_rows="meta.set=b"))) == DOCS[1::2]
     with pytest.raises(CramError, match="data.text_key to one of: text, meta, junk"):
-        list(read_file(tmp_path / "a.parquet", "body"))
+        list(read_file(tmp_path / "a.parquet", Data(text_key="body")))
 
 
 def test_plain_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
@@ -119,6 +121,15 @@ def test_folders_globs_and_lists_of_them(tmp_path):
         find_files(str(tmp_path / "only"))
     with pytest.raises(FileNotFoundError, match="no such file"):
         find_files(str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match=r"no such file.*Did you mean '.*c\.md'\?"):
+        find_files(str(tmp_path / "c.mb"))
+
+
+@pytest.mark.parametrize("path", ["hf:///nowhere", "/nowhere/at/all", "./nowhere"])
+@pytest.mark.parametrize("name", ["wikipedia", "pile-readymade"])
+def test_a_folder_that_is_not_there_is_called_so(path, name):
+    with pytest.raises(CramError, match=f"data.hub_path={path}: there is no such folder"):
+        source_version(replace(preset("data", name), hub_path=path))
 
 
 # --- damage
@@ -145,9 +156,9 @@ def test_bad_lines_are_counted_and_skipped_up_to_the_stated_share(tmp_path):
         CramError,
         match=r"a\.jsonl, line 251: not JSON .*4 of 504 lines are damaged; data.max_bad_lines=0",
     ):
-        list(read_file(tmp_path / "a.jsonl", max_bad_lines=0.005))
+        list(read_file(tmp_path / "a.jsonl", Data(max_bad_lines=0.005)))
     with pytest.raises(CramError, match="line 251"):
-        list(read_file(tmp_path / "a.jsonl", max_bad_lines=0.0))
+        list(read_file(tmp_path / "a.jsonl", Data(max_bad_lines=0.0)))
 
 
 def test_a_file_of_damage_ends_early(tmp_path):
@@ -163,9 +174,9 @@ def test_a_wrong_key_is_a_mistake_and_a_missing_one_is_damage(tmp_path):
     with pytest.raises(
         CramError, match="line 1: no text under 'body'; set data.text_key to one of: text, year"
     ):
-        next(read_file(tmp_path / "a.jsonl", "body"))
+        next(read_file(tmp_path / "a.jsonl", Data(text_key="body")))
     with pytest.raises(CramError, match="'year' holds int"):
-        next(read_file(tmp_path / "a.jsonl", "year"))
+        next(read_file(tmp_path / "a.jsonl", Data(text_key="year")))
     assert len(list(read_file(tmp_path / "a.jsonl"))) == 400
 
 
@@ -566,6 +577,18 @@ def test_files_are_named_as_text_or_as_paths(tmp_path):
     ) == list(read_file(path)) == ["some text"]
 
 
+def test_empty_cells_behind_the_header_are_no_damage(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("id,text\n1,hello,\n2,fine,,\n")
+    assert list(read_file(path)) == ["hello", "fine"]
+
+
+def test_a_damaged_row_of_a_parquet_file_is_named_by_its_number(tmp_path):
+    pq.write_table(pa.table(dict(text=[3, 4])), tmp_path / "a.parquet")
+    with pytest.raises(CramError, match="line 1: 'text' holds int"):
+        list(read_file(tmp_path / "a.parquet"))
+
+
 def test_records_that_are_no_records_are_named_as_such(tmp_path):
     path = tmp_path / "a.jsonl"
     for content in ('"a"\n"b"\n', '["a", "b"]'):
@@ -578,7 +601,7 @@ def test_records_that_are_no_records_are_named_as_such(tmp_path):
         list(read_file(path))
     report = Report()
     assert (
-        list(read_file(path, max_bad_lines=0.5, report=report)) == ["fine"]
+        list(read_file(path, Data(max_bad_lines=0.5), report=report)) == ["fine"]
         and report.counts["bad_lines"] == 1
     )
 
@@ -602,7 +625,7 @@ def test_without_a_network_the_way_out_is_named(monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: breaks())
     with pytest.raises(
-        ConnectionError, match="ended after 1 records: connection reset. The same command"
+        ConnectionError, match="ended after 1 records: connection reset. .*nothing of it is kept"
     ):
         texts_of(preset("data", "wikipedia"))
 
@@ -700,6 +723,13 @@ def test_a_small_text_with_a_paragraph_a_line_gives_both_sides(tmp_path):
     held = sum(len(t) for t, h in pairs if h)
     assert len(pairs) > 30 and LEAST <= held < 20_000
     assert all(t.startswith("Day") and t.endswith("rain.") for t, _ in pairs[:-1]), "cut at lines"
+
+
+def test_no_share_at_all_is_refused_before_anything_starts():
+    from cramnb.recipe import tiny
+
+    with pytest.raises(CramError, match="data.heldout=0.0 is not possible: it must be at least"):
+        tiny("data.heldout=0")
 
 
 def test_exact_copies_of_held_out_texts_are_not_trained_on(tmp_path):

@@ -108,7 +108,7 @@ def test_a_fingerprint_names_rows_and_vocabulary(texts, corpus, tmp_path):
 def test_the_card_tells_sources_counts_and_examples(texts, corpus, tmp_path):
     card = (corpus.folder / "README.md").read_text(encoding="utf-8")
     meta = yaml.safe_load(card.split("---")[1])
-    assert meta["size_categories"] in (["1K<n<10K"], ["n<1K"])
+    assert meta["task_categories"] == ["fill-mask"]
     words = (str(texts), "after cutting repeats", "characters a token", "Rows that were kept:")
     for word in (*words, "Dropped by repeats:", "source files: 1,500 documents"):
         assert word in card, word
@@ -194,6 +194,15 @@ def test_a_flipped_bit_is_found_on_request(own):
     load_corpus(own)
     with pytest.raises(CramError, match="rows.arrow has changed"):
         load_corpus(own, verify=True)
+
+
+def test_an_error_without_a_word_is_still_one_line(own, monkeypatch):
+    def silent(path):
+        raise OSError()
+
+    monkeypatch.setattr(store, "Rows", silent)
+    with pytest.raises(CramError, match="is damaged .OSError.. Delete"):
+        load_corpus(own)
 
 
 # --- locks and folders
@@ -360,7 +369,7 @@ def test_what_was_fetched_survives_the_network(published, tmp_path, monkeypatch)
 MISFITS = [
     (dict(vocab_size=90), "has 100 entries"),
     (dict(seq_length=8), "rows of 16 tokens"),
-    (dict(hub_path="/nowhere/at/all"), "cannot be fetched|holds no"),
+    (dict(hub_path="/nowhere/at/all"), "cannot be fetched|holds no|no such folder"),
 ]
 
 
@@ -383,3 +392,11 @@ def test_random_rows_need_no_text_and_fit_any_vocabulary(vocab_size, seq_length,
     assert len(c.tokenizer) == c.vocab_size >= min(vocab_size, 5)
     assert c.rows[:].max() < c.vocab_size and prepare_corpus(data, tmp_path)[1]
     assert "random tokens" in (c.folder / "README.md").read_text()
+
+
+def test_rows_under_another_name_are_a_mistake_and_no_network_error(published, tmp_path):
+    folder, _ = published
+    for path in (folder / "data").glob("*.parquet"):
+        pq.write_table(pa.table({"tokens": [[7] * 16] * 5}), path)
+    with pytest.raises(CramError, match="no column 'input_ids', only tokens"):
+        store.prepare_corpus(ready(folder), tmp_path / "c")
