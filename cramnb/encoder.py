@@ -255,19 +255,16 @@ def mask_for(
     document_ids: Tensor | None = None,  # (B, T): tokens read those of their own number only
 ):  # as the kernel wants it, None where all is visible
     "From what users give to what kernels take. Raises CramError for what a kernel cannot take."
-    kernel, wide = (
-        config._attn_implementation,
-        attention_mask is not None and attention_mask.ndim > 2,
-    )
+    kernel = config._attn_implementation
+    wide = attention_mask is not None and attention_mask.ndim > 2
     if document_ids is None and not wide:
         return create_bidirectional_mask(config, x, attention_mask)
     if 'flash' in kernel:
         raise CramError(f"{kernel} knows no mask but padding: choose attn_implementation=sdpa.")
     if wide and attention_mask.is_floating_point():
         if document_ids is not None:
-            raise CramError(
-                "With document_ids, give a mask of zeros and ones, not one to be added."
-            )
+            wanted = "a mask of zeros and ones, not one to be added"
+            raise CramError(f"With document_ids, give {wanted}.")
         return attention_mask.view(-1, 1, *attention_mask.shape[-2:]).expand(len(x), -1, -1, -1)
     if attention_mask is None:
         attention_mask = x.new_ones(x.shape[:2])

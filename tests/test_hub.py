@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import cramnb.publish as publishing
-from cramnb.cram import main
+from cramnb.command import main
 from cramnb.encoder import CrammedBertConfig
 from cramnb.hub import convert
 from cramnb.original import from_heads, from_original
@@ -940,3 +940,28 @@ def test_a_card_escapes_what_comes_from_outside(run):
         json.dumps(summary | dict(device_name="<script>x</script>"))
     )
     assert "<script>" not in (publish(folder) / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("said", ["", "\n", "first\nsecond"])
+def test_errors_of_other_libraries_become_one_line(said, tmp_path, monkeypatch):
+    "Some say nothing at all."
+    import cramnb.hub as hub
+
+    def fail(*words, **options):
+        raise OSError(said)
+
+    want = "first" if said.strip() else "OSError"
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    assert want in a_line(hub.fetch, "somebody/something")
+    monkeypatch.setattr(hub, "load_file", fail)
+    assert want in a_line(hub.read_weights, tmp_path)
+    api = type("Api", (), dict(whoami=lambda self: {}, create_repo=fail))
+    monkeypatch.setattr(publishing, "HfApi", api)
+    assert want in a_line(upload, tmp_path, "me/small")
+
+
+def test_a_card_says_what_the_model_is_not_for(run):
+    folder, _ = run()
+    text = (publish(folder) / "README.md").read_text(encoding="utf-8")
+    for word in ("Intended use, limits and bias", "decisions about people", "at most 128 tokens"):
+        assert word in text, word

@@ -191,3 +191,10 @@ def test_settings_that_bert_would_not_read_are_refused(changes):
     assert count_parameters(build_model(hf, 99)) == size(hf, 99)["parameters"]
     with pytest.raises(CramError, match=f"{next(iter(changes))}=.* with model_type=bert"):
         build_model(replace(hf, **changes), 99)
+
+
+def test_every_architecture_says_where_it_comes_from():
+    from cramnb.presets import PROVENANCE
+
+    assert PROVENANCE["arch"].keys() == PRESETS["arch"].keys()
+    assert all(PROVENANCE["arch"].values())
