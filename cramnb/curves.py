@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 from io import BytesIO
-from itertools import accumulate
+from itertools import accumulate, cycle, product
 from statistics import median
 
 from matplotlib.figure import Figure
@@ -37,8 +37,18 @@ _STYLES = ('-', '--', ':', '-.')
 # %% ../nbs/engine/curves.ipynb #5764f46a
 def _heldout(rows, key, size=1):
     "Where held-out text was measured, and what it gave."
-    found = [(r[key] / size, r['heldout']) for r in rows if r.get('heldout') is not None]
-    return [x for x, _ in found], [y for _, y in found]
+    measured = [r for r in rows if r.get('heldout') is not None]
+    at = [r[key] / size for r in measured]
+    return at, [r['heldout'] for r in measured]
+
+# %% ../nbs/engine/curves.ipynb #f15draw1
+def _draw_loss(ax, rows, key, size, colour, **look):
+    "The loss of one run: pale as it is, clear where smoothed, dots for held-out text."
+    at = [r[key] / size for r in rows]
+    losses = [r['loss'] for r in rows]
+    ax.plot(at, losses, color=colour, lw=0.5, alpha=0.25)
+    ax.plot(at, smooth(losses), color=colour, **look)
+    ax.plot(*_heldout(rows, key, size), 'o', color=colour, mec='white', ms=6)
 
 # %% ../nbs/engine/curves.ipynb #b64a5d08
 def plot_runs(
@@ -47,24 +57,22 @@ def plot_runs(
 ) -> Figure:
     "Lay the losses of runs over one another: smoothed training loss, dots for held-out loss."
     if x not in _AXES:
-        message = f"x={x} is not an axis: choose from {', '.join(_AXES)}.{nearest(x, _AXES)}"
-        raise CramError(message)
+        choice = f"choose from {', '.join(_AXES)}.{nearest(x, _AXES)}"
+        raise CramError(f"x={x} is not an axis: {choice}")
     key, label, units = _AXES[x]
     longest = max((rows[-1].get(key, 0) for rows in logs.values() if rows), default=0)
     size = next((s for s in units if longest > 2 * s), 1)
-    fig = Figure(figsize=(8, 4.5), layout='constrained')
-    ax = fig.subplots()
-    for i, (name, rows) in enumerate(logs.items()):
-        at, losses = [r[key] / size for r in rows], [r['loss'] for r in rows]
-        colour, style = _COLOURS[i % 6], _STYLES[i // 6 % 4]
-        ax.plot(at, losses, color=colour, lw=0.5, alpha=0.25)
-        ax.plot(at, smooth(losses), color=colour, ls=style, label=name)
-        ax.plot(*_heldout(rows, key, size), 'o', color=colour, mec='white', ms=6)
-    ax.set(xlabel=f'{label} ({units[size]})' if units[size] else label)
-    ax.set(ylabel='loss (nats per token)', title='Training loss, smoothed; dots: held-out loss')
+    figure = Figure(figsize=(8, 4.5), layout='constrained')
+    ax = figure.subplots()
+    looks = cycle(product(_STYLES, _COLOURS))
+    for (name, rows), (style, colour) in zip(logs.items(), looks, strict=False):
+        _draw_loss(ax, rows, key, size, colour, ls=style, label=name)
+    ax.set_xlabel(f'{label} ({units[size]})' if units[size] else label)
+    ax.set_ylabel('loss (nats per token)')
+    ax.set_title('Training loss, smoothed; dots: held-out loss')
     ax.spines[['top', 'right']].set_visible(False)
     ax.legend(frameon=False)
-    return fig
+    return figure
 
 # %% ../nbs/engine/curves.ipynb #3bc2f8ca
 def plot_run(
@@ -72,63 +80,63 @@ def plot_run(
     summary: dict,  # of pretrain.json
 ) -> Figure:
     "Loss, learning rate and batch size against time."
-    unit, size = ('hours', 3600) if rows and rows[-1]['elapsed'] > 7200 else ('minutes', 60)
+    unit, size = 'minutes', 60
+    if rows and rows[-1]['elapsed'] > 7200:
+        unit, size = 'hours', 3600
     x = [r['elapsed'] / size for r in rows]
-    fig = Figure(figsize=(9, 6), layout='constrained')
-    top, mid, low = fig.subplots(3, 1, sharex=True, height_ratios=[3, 1, 1])
+    figure = Figure(figsize=(9, 6), layout='constrained')
+    top, middle, low = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1, 1])
     top.plot(x, [r['loss'] for r in rows], color='0.7', lw=1, label='training loss')
     at, held = _heldout(rows, 'elapsed', size)
-    at, held = [0, *at, *x[-1:]], [summary['first_heldout'], *held, *[summary['heldout']][: len(x)]]
-    top.plot(at, held, 'o-', color='#0072B2', label='held-out loss')
+    last = [summary['heldout']] if rows else []
+    held = [summary['first_heldout'], *held, *last]
+    top.plot([0, *at, *x[-1:]], held, 'o-', color=_COLOURS[0], label='held-out loss')
     words = 'unigram entropy: word frequencies alone'
-    top.axhline(summary['unigram'], color='#D55E00', ls='--', label=words)
-    top.set_ylabel('nats per token')
+    top.axhline(summary['unigram'], color=_COLOURS[1], ls='--', label=words)
     top.legend(frameon=False)
-    mid.plot(x, [r['lr'] for r in rows], color='#009E73')
-    mid.set_ylabel('learning rate')
-    low.step(x, [r['batch_size'] for r in rows], color='#CC79A7')
-    low.set(ylabel='batch size', xlabel=f'{unit} of the budget', ylim=(0, None))
-    return fig
+    middle.plot(x, [r['lr'] for r in rows], color=_COLOURS[2])
+    low.step(x, [r['batch_size'] for r in rows], color=_COLOURS[3])
+    low.set(xlabel=f'{unit} of the budget', ylim=(0, None))
+    for ax, label in ((top, 'nats per token'), (middle, 'learning rate'), (low, 'batch size')):
+        ax.set_ylabel(label)
+    return figure
 
 # %% ../nbs/engine/curves.ipynb #0280805b
+_DIVERGES = 'diverges. Lower the learning rate, warm up longer, or clip.'
+_FROZEN = 'is the learning rate zero, or the model frozen?'
+
+
 def _sick_loss(rows):
     "What the loss tells: divergence, a jump, or that it does not move."
-    loss, early = smooth([r['loss'] for r in rows]), len(rows) // 10
-    best = min(range(len(rows)), key=lambda i: loss[i])
-    climbs = [now - low for now, low in zip(loss, accumulate(loss, min), strict=True)]
-    peak = max(range(len(rows)), key=lambda i: climbs[i])
-    if not math.isfinite(rows[-1]['loss']) or loss[-1] > loss[best] + 0.5:
-        yield (
-            f"The loss was {loss[best]:.2f} at update {rows[best]['update']} and is {loss[-1]:.2f} "
-            "now: it diverges. Lower the learning rate, warm up longer, or clip."
-        )
+    updates = [r['update'] for r in rows]
+    loss = smooth([r['loss'] for r in rows])
+    lowest = list(accumulate(loss, min))
+    climbs = [now - low for now, low in zip(loss, lowest, strict=True)]
+    best, peak, early = loss.index(min(loss)), climbs.index(max(climbs)), len(rows) // 10
+    was = f"The loss was {loss[best]:.2f} at update {updates[best]}"
+    jumped = f"The loss jumped to {loss[peak]:.2f} at update {updates[peak]}"
+    if not math.isfinite(rows[-1]['loss']) or climbs[-1] > 0.5:
+        yield f"{was} and is {loss[-1]:.2f} now: it {_DIVERGES}"
     elif climbs[peak] > 0.5:
-        yield (
-            f"The loss jumped to {loss[peak]:.2f} at update {rows[peak]['update']} and came back: "
-            "the learning rate is at the edge."
-        )
+        yield f"{jumped} and came back: the learning rate is at the edge."
     if abs(loss[early] - min(loss[early:])) < 0.02:
-        yield (
-            f"The loss has not moved since update {rows[early]['update']}: is the learning rate "
-            "zero, or the model frozen?"
-        )
+        yield f"The loss has not moved since update {updates[early]}: {_FROZEN}"
 
 # %% ../nbs/engine/curves.ipynb #35b6eb25
 def diagnose(rows: list[dict]) -> list[str]:  # a sentence for each sign, or none
     "Signs of a sick run, from its log alone."
     if len(rows) < 20:
         return []
-    signs, rates = list(_sick_loss(rows)), [r['tokens_per_second'] for r in rows]
-    if rows[-1].get('skipped'):
-        left_out = rows[-1]['skipped']
-        signs.append(f"{left_out} updates were left out because something was not finite.")
+    signs = list(_sick_loss(rows))
+    skipped = rows[-1].get('skipped')
+    if skipped:
+        signs.append(f"{skipped} updates were left out because something was not finite.")
+    rates = [r['tokens_per_second'] for r in rows]
     usual = median(rates[: max(10, len(rows) // 2)])
     late = median(rates[-max(5, len(rows) // 10) :])
     if late < usual / 2:
-        signs.append(
-            f"It runs at {late:,.0f} tokens a second; {usual:,.0f} were usual: is the data late, "
-            "or the card shared or hot?"
-        )
+        slow = f"It runs at {late:,.0f} tokens a second; {usual:,.0f} were usual"
+        signs.append(f"{slow}: is the data late, or the card shared or hot?")
     return signs
 
 # %% ../nbs/engine/curves.ipynb #8dbb4340
@@ -136,8 +144,9 @@ class LiveChart:
     "A `progress` for notebooks: the loss as a growing chart; its last picture stays."
 
     def __init__(self, every: float = 2.0, clock: Callable = time.monotonic):  # seconds
-        self.every, self.clock, self.drawn, self.handle = every, clock, -math.inf, None
+        self.every, self.clock = every, clock
         self.rows, self.text = [], ''
+        self.drawn, self.handle = -math.inf, None
 
     def __call__(self, stage: str, done: float, total: float | None = None, **notes):
         if 'loss' in notes:
@@ -151,15 +160,14 @@ class LiveChart:
         from IPython.display import Image, display
 
         self.drawn, out = self.clock(), BytesIO()
-        fig = Figure(figsize=(7, 3), layout='constrained')
-        ax, losses = fig.subplots(), [r['loss'] for r in self.rows]
-        ax.plot([r['elapsed'] for r in self.rows], losses, color='0.8', lw=1)
-        ax.plot([r['elapsed'] for r in self.rows], smooth(losses), color=_COLOURS[0])
+        figure = Figure(figsize=(7, 3), layout='constrained')
+        ax = figure.subplots()
         pairs = zip([{}, *self.rows], self.rows, strict=False)
-        measured = [b for a, b in pairs if a.get('heldout') != b.get('heldout')]
-        ax.plot(*_heldout(measured, 'elapsed'), 'o', color=_COLOURS[1])
+        old = [a.get('heldout') == b.get('heldout') for a, b in pairs]  # told again, not measured
+        rows = [r | dict(heldout=None) if o else r for r, o in zip(self.rows, old, strict=True)]
+        _draw_loss(ax, rows, 'elapsed', 1, _COLOURS[0])
         ax.set(xlabel='share of the budget (per cent)', ylabel='nats per token', title=self.text)
-        fig.savefig(out, dpi=100)
+        figure.savefig(out, dpi=100)
         picture = Image(out.getvalue(), format='png')
         if self.handle is None:
             self.handle = display(picture, display_id=True)

@@ -148,8 +148,9 @@ def parallelise(
     **options,  # as for a Trainer
 ) -> Trainer:  # a plain one where there is one process
     "Make a trainer that is one of several. Raises CramError when the batch does not split."
-    make = Trainer if world.size == 1 else ParallelTrainer
-    return make(*args, **options) if world.size == 1 else make(world, *args, **options)
+    if world.size == 1:
+        return Trainer(*args, **options)
+    return ParallelTrainer(world, *args, **options)
 
 # %% ../nbs/13_distributed.ipynb #56b01414
 def _is_lost(error):

@@ -74,16 +74,30 @@ _MACHINE = dict(
     memory_gb='{:.1f} GB',
     energy_kwh='{:.3g} kWh',
 )
+_ROWS = {
+    'budget': '{budget}',
+    'device': '{device} ({device_name}), torch {torch}{way}',
+    'parameters': '{parameters:,}',
+    'updates': '{updates:,}{left_out}',
+    'tokens seen': '{tokens:,} ({epochs:.2f} epochs)',
+    'tokens per second': '{tokens_per_second:,.0f}{machine}',
+    'FLOPs spent': '{flops:.3g}',
+    'training loss, last updates': '{loss:.3f}',
+    'held-out loss at the start': '{first_heldout:.3f}',
+    '**held-out loss**': '**{heldout:.3f}**',
+    'unigram entropy of the same tokens': '{unigram:.3f}',
+    'below the unigram entropy': '{below:.3f} nats',
+}
 
 # %% ../nbs/engine/report.ipynb #975fce1e
 def _counted(train):
     "What the budget holds besides training."
     counts = dict(compiling=train.count_compile, measuring=train.count_eval, saving=False)
-    inside = [word for word, yes in counts.items() if yes]
-    outside = [word for word, yes in counts.items() if not yes]
-    first = ' and '.join(inside).capitalize() or 'Nothing but training'
-    be = ['are' if len(words) > 1 else 'is' for words in (inside, outside)]
-    return f"{first} {be[0]} inside the budget; {' and '.join(outside)} {be[1]} outside."
+    inside = ' and '.join(word for word, yes in counts.items() if yes)
+    outside = ' and '.join(word for word, yes in counts.items() if not yes)
+    first = inside.capitalize() or 'Nothing but training'
+    verbs = ['are' if ' and ' in words else 'is' for words in (inside, outside)]
+    return f"{first} {verbs[0]} inside the budget; {outside} {verbs[1]} outside."
 
 # %% ../nbs/engine/report.ipynb #25c1c977
 def pretrain_table(
@@ -91,28 +105,20 @@ def pretrain_table(
     recipe: Recipe,  # of the run
 ) -> str:  # Markdown
     "The numbers of pretraining."
-    s, train = summary, recipe.train
-    machine = [form.format(s[k]) for k, form in _MACHINE.items() if s.get(k) is not None]
-    beside = f" ({', '.join(machine)})" if machine else ''
-    budget = show_budget(recipe.budget) if train.progress == 'time' else f'by {train.progress}'
-    skipped = f", {s['skipped']} skipped" if s['skipped'] else ''
-    rows = {
-        'budget': budget,
-        'device': f"{s['device']} ({s['device_name']}), torch {s['torch']}",
-        'parameters': f"{s['parameters']:,}",
-        'updates': f"{s['updates']:,}{skipped}",
-        'tokens seen': f"{s['tokens']:,} ({s['epochs']:.2f} epochs)",
-        'tokens per second': f"{s['tokens_per_second']:,.0f}{beside}",
-        'FLOPs spent': f"{s['flops']:.3g}",
-        'training loss, last updates': f"{s['loss']:.3f}",
-        'held-out loss at the start': f"{s['first_heldout']:.3f}",
-        '**held-out loss**': f"**{s['heldout']:.3f}**",
-        'unigram entropy of the same tokens': f"{s['unigram']:.3f}",
-        'below the unigram entropy': f"{s['unigram'] - s['heldout']:.3f} nats",
-    }
-    lines = ['| pretraining | |', '|---|---|', *(f'| {k} | {cell(v)} |' for k, v in rows.items())]
+    train, known = recipe.train, dict(summary)
+    machine = [form.format(known[k]) for k, form in _MACHINE.items() if known.get(k) is not None]
+    known['machine'] = f" ({', '.join(machine)})" if machine else ''
+    known['left_out'] = f", {known['skipped']} skipped" if known['skipped'] else ''
+    known['way'] = ''
+    if 'attn_implementation' in known:
+        known['way'] = ', {precision} products, {attn_implementation} attention'.format_map(known)
+    known['below'] = known['unigram'] - known['heldout']
+    known['budget'] = f'by {train.progress}'
+    if train.progress == 'time':
+        known['budget'] = show_budget(recipe.budget)
+    rows = [f'| {label} | {cell(form.format_map(known))} |' for label, form in _ROWS.items()]
     note = 'Held-out losses are measured with 15 % of the tokens masked.'
-    return '\n'.join([*lines, '', f'{note} {_counted(train)}'])
+    return '\n'.join(['| pretraining | |', '|---|---|', *rows, '', f'{note} {_counted(train)}'])
 
 # %% ../nbs/engine/report.ipynb #6344bb2a
 def read_summary(folder: Path) -> dict:
@@ -122,9 +128,19 @@ def read_summary(folder: Path) -> dict:
     remedy = 'Train again with fresh=True.'
     return read_json(folder / 'pretrain.json', needs=tuple(needs.split()), remedy=remedy)
 
+# %% ../nbs/engine/report.ipynb #f16data1
+def _data_part(run):
+    "The card of the corpus; where the corpus was not opened, what the report says already."
+    title, path = '## Data', run.folder / 'report.md'
+    if run.corpus:
+        return f"{title}\n\n{data_card(run.corpus.card).replace('# ', '### ', 1)}"
+    before = path.read_text('utf-8', 'replace') if path.exists() else ''
+    kept = before.partition(f'\n{title}\n')
+    return ''.join(kept[1:]).strip()
+
 # %% ../nbs/engine/report.ipynb #3d1ee9e3
 def write_report(
-    run: Run,  # finished, with its corpus
+    run: Run,  # finished; with its corpus, or without where the report has its card already
     trials: list | None = None,  # of the evaluation, if there was one
 ) -> Path:  # report.md
     "One page: recipe, data, pretraining, scores."
@@ -139,6 +155,6 @@ def write_report(
         parts += ['![All trials, task by task](glue.png)']
     choices = [f'| {k} | {cell(v)} |' for k, v in flat(run.recipe).items()]
     parts += ['## Recipe', '\n'.join(['| choice | value |', '|---|---|', *choices])]
-    parts += ['## Data', data_card(run.corpus.card).replace('# ', '### ', 1)]
-    write_text(folder / 'report.md', '\n\n'.join(parts) + '\n')
+    parts.append(_data_part(run))
+    write_text(folder / 'report.md', '\n\n'.join(parts).rstrip() + '\n')
     return folder / 'report.md'

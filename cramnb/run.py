@@ -24,11 +24,11 @@ import torch
 from .attention import check_attention
 from .checkpoint import CheckpointManager
 from .core import CramError, fingerprint, quiet, read_json, whole, write_json
-from .device import auto_microbatch, card_options, compile_ahead, pick_device, pick_precision
+from .device import card_options, compile_ahead, pick_device, pick_precision
 from .device import process_settings, uneven_batch
 from .distributed import World, parallelise
-from .launch import Follower, Interruptible, first_then_rest, join_world, resume, share
-from .launch import wait_for_file
+from .launch import Follower, Interruptible, as_before, first_then_rest, join_world, resume
+from .launch import settle, share, wait_for_file, way_of
 from .mlm import build_model, count_parameters, flops_per_token
 from .packing import PackedCorpus
 from .recipe import Recipe, to_dict
@@ -126,24 +126,23 @@ def make_trainer(
     should_stop: Callable[[], bool] = bool,  # asked between two passes; bool() is False
     say: Callable[[str], None] = silent,  # told what a person should know
 ) -> Trainer:
-    "Model, optimizer and data of a recipe, ready to go."
+    "Model, optimizer and data of a recipe, ready to go, with what it says auto for settled."
     world, impl, train = world or World(), recipe.impl, recipe.train
     device = pick_device(impl)
-    options = card_options(impl, device, say, halve=world.size == 1)
-    _check_attention(recipe, device, options['precision'])
+    _check_attention(recipe, device, pick_precision(impl, device))
     torch.manual_seed(recipe.seed)
     chunk, pad = impl.loss_chunk_size, corpus.tokenizer.pad_token_id
-    model = build_model(recipe.arch, corpus.vocab_size, pad, impl.attn_implementation, chunk)
-    model.to(device)
+    attention = impl.attn_implementation.replace('auto', 'sdpa')
+    model = build_model(recipe.arch, corpus.vocab_size, pad, attention, chunk).to(device)
     batches = masked_rows(corpus, train, recipe.seed, device)
-    size = impl.microbatch_size
-    if size == 'auto':
-        size = auto_microbatch(train.batch_size, model, batches, device, options['precision'])
-    size = int(size)
+    impl, took = settle(recipe, model, batches, world, say)
+    size = int(impl.microbatch_size)
     if recipe.dryrun:
         train = replace(train, batch_size=min(train.batch_size, 2 * size * world.size))
+    options = card_options(impl, device, say, halve=world.size == 1)
     options |= dict(budget=recipe.budget, microbatch_size=size, should_stop=should_stop)
     trainer = parallelise(world, model, train, batches, **options)
+    trainer.state.elapsed = took
     if uneven := uneven_batch(train, trainer.microbatch_size):
         say(uneven)
     return trainer
@@ -169,7 +168,8 @@ def _train(run):
         Interruptible(world.size > 1) as signals,
         Trackers(recipe, run.folder, run.say) as trackers,
     ):
-        trainer = make_trainer(recipe, run.corpus, world, lambda: signals.asked, run.say)
+        same = as_before(recipe, run.folder / 'checkpoints', world)
+        trainer = make_trainer(same, run.corpus, world, lambda: signals.asked, run.say)
         held = heldout_batches(run.corpus, recipe.train)
         keep, first_heldout = _open_logs(run, trainer, trackers, held)
         compile_ahead(trainer)
@@ -196,9 +196,7 @@ def _open_logs(run, trainer, trackers, held):
     if extra:
         after = f'of the budget, after {trainer.state.update} updates.'
         run.say(f"Going on at {trainer.progress():.0%} {after}")
-    first = extra.get('first_heldout')
-    if first is None:
-        first = heldout_loss(trainer.model, held, trainer.precision)
+    first = extra.get('first_heldout') or heldout_loss(trainer.model, held, trainer.precision)
     run.log = _open_log(run, trainer, trackers) if world.is_first else None
     rows = share(world, run.log.rows if run.log else None)
     if not world.is_first:
@@ -207,7 +205,7 @@ def _open_logs(run, trainer, trackers, held):
 
     def beside():
         known = dict(first_heldout=first, processes=world.size, recipe=to_dict(recipe))
-        return known | dict(log_rows=len(run.log.rows), microbatch_size=trainer.microbatch_size)
+        return known | dict(log_rows=len(run.log.rows)) | way_of(trainer)
 
     i = recipe.impl
     options = (i.keep_checkpoints, i.keep_best, run.say, beside, identity)
@@ -292,10 +290,8 @@ def _finish(run, trainer, held, first_heldout):
     summary |= dict(tokens_per_second=state.tokens / max(state.elapsed, 1e-9))
     summary |= dict(parameters=count_parameters(trainer.model), flops=_flops(run) * state.tokens)
     summary |= dict(device=str(device), device_name=name, torch=torch.__version__)
-    summary |= dict(microbatch_size=trainer.microbatch_size) | totals(rows)
-    summary |= dict(
-        model=fingerprint(run.folder / 'model/model.safetensors')
-    )  # `publish` looks: is it still this?
+    summary |= way_of(trainer) | totals(rows)
+    summary['model'] = fingerprint(run.folder / 'model/model.safetensors')  # `publish` compares
     write_json(run.folder / 'pretrain.json', summary)
     return summary
 

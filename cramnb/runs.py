@@ -91,19 +91,16 @@ def check_folder(recipe: Recipe) -> Path:  # its folder, which need not be there
         raise CramError(f"base_dir={recipe.base_dir}: {place} is no folder that can be written to.")
     holds_run = (folder / 'recipe.json').exists()
     if folder.exists() and not holds_run and (not folder.is_dir() or any(folder.iterdir())):
-        raise CramError(
-            f"name={recipe.name}: {folder} is there and holds no run of cramnb: "
-            "choose another name."
-        )
+        problem = f"{folder} is there and holds no run of cramnb: choose another name."
+        raise CramError(f"name={recipe.name}: {problem}")
     begun = finished(folder) or any((folder / 'checkpoints').glob('update_' + '[0-9]' * 8))
     learns = ('arch', 'data', 'train', 'seed', 'budget')
     changes = diff(read_recipe(folder), recipe) if begun and not recipe.fresh else {}
     kept = {k: v for k, v in changes.items() if k.split('.')[0] in learns}
     if told := [f'{k} was {a} and is now {b}' for k, (a, b) in kept.items()]:
-        raise CramError(
-            f"name={recipe.name}: {folder} holds a run with another recipe "
-            f"({'; '.join(told[:5])}): choose another name, or fresh=True to throw it away."
-        )
+        problem = f"{folder} holds a run with another recipe ({'; '.join(told[:5])})"
+        remedy = "choose another name, or fresh=True to throw it away."
+        raise CramError(f"name={recipe.name}: {problem}: {remedy}")
     return folder
 
 # %% ../nbs/engine/runs.ipynb #d6d89d78
@@ -144,10 +141,8 @@ def is_running(folder: Path) -> bool:
     try:
         with FileLock(str(lock_path(folder))).acquire(timeout=0):
             return False
-    except Timeout:
-        return True
-    except OSError:  # a folder that is only read
-        return False
+    except OSError as error:  # another one: a folder that is only read
+        return isinstance(error, Timeout)
 
 # %% ../nbs/engine/runs.ipynb #02f8e8ff
 def _state(folder, files, share):
@@ -161,17 +156,25 @@ def _state(folder, files, share):
         return 'scored'
     return 'finished' if files['pretrain.json'] else f'unfinished at {share:.0f} %'
 
-# %% ../nbs/engine/runs.ipynb #7d5d1a90
+# %% ../nbs/engine/runs.ipynb #f16touch
+def _touched(folder):
+    "When a run was touched last. A file that a process at work replaces just now is left out."
+    times = [0.0]
+    for path in (folder, *folder.iterdir()):
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+# %% ../nbs/engine/runs.ipynb #f16state
 def run_state(
     folder: Path,  # of a run
 ) -> dict:  # name, state, loss, heldout, score, tokens, device, touched; None where not known
     "What can be said of a run from its files; a damaged one is reported as damaged."
-    needs = {'recipe.json': ('train',), 'pretrain.json': (), 'glue.json': ()}
-    files = dict.fromkeys(needs)  # None for a damaged one
-    for name, keys in needs.items():
-        with suppress(CramError):
-            there = (folder / name).exists()
-            files[name] = read_json(folder / name, needs=keys) if there else {}
+    files = {}
+    for name, needs in (('recipe.json', ('train',)), ('pretrain.json', ()), ('glue.json', ())):
+        files[name] = {} if not (folder / name).exists() else None  # None for a damaged one
+        with suppress(CramError, FileNotFoundError):
+            files[name] = read_json(folder / name, needs=needs)
     rows = read_log(folder / 'metrics.jsonl')
     out = dict(loss=None, heldout=None, tokens=None, device_name=None, mean=None)
     for row in rows:
@@ -181,8 +184,7 @@ def run_state(
     known = (files['pretrain.json'] or {}) | (files['glue.json'] or {})
     out |= {k: v for k, v in known.items() if k in out and isinstance(v, (int, float, str))}
     share = 100 * (rows[-1].get('progress') or 0) if rows else 0
-    touched = max(p.stat().st_mtime for p in (folder, *folder.iterdir()) if p.exists())
-    out |= dict(name=folder.name, state=_state(folder, files, share), touched=touched)
+    out |= dict(name=folder.name, state=_state(folder, files, share), touched=_touched(folder))
     return out | dict(score=out.pop('mean'), device=out.pop('device_name'))
 
 # %% ../nbs/engine/runs.ipynb #7b6efaa8
@@ -196,26 +198,25 @@ def list_runs(
 # %% ../nbs/engine/runs.ipynb #0e78408a
 def _cells(run):
     "One line of the table, as texts."
-    forms = dict(loss='.3f', heldout='.3f', score='.1f', tokens=',')
-    numbers = [run[k] if isinstance(run[k], (int, float)) else math.nan for k in forms]
-    numbers[2] *= 100
-    texts = [f'{v:{f}}' if v == v else '–' for v, f in zip(numbers, forms.values(), strict=True)]
+    score = 100 * run['score'] if isinstance(run['score'], (int, float)) else None
+    known = ((run['loss'], '.3f'), (run['heldout'], '.3f'), (score, '.1f'), (run['tokens'], ','))
+    numbers = [isinstance(v, (int, float)) and v == v and f'{v:{form}}' for v, form in known]
     when = time.strftime('%Y-%m-%d %H:%M', time.localtime(run['touched']))
     name, device = (' '.join(printable(str(run[k] or '–')).split()) for k in ('name', 'device'))
-    return [name, run['state'], *texts, device, when]
+    return [name, run['state'], *(text or '–' for text in numbers), device, when]
 
 # %% ../nbs/engine/runs.ipynb #cc156050
 def runs_table(runs: list[dict]) -> str:  # a table, aligned for a terminal, that is Markdown too
     "One line a run: state, losses, score, tokens, device, when."
     head = ['run', 'state', 'loss', 'held-out', 'score', 'tokens', 'device', 'touched']
     table = [head, *map(_cells, runs)]
-    wide = [max(map(len, column)) for column in zip(*table, strict=True)]
     sides = '<<>>>><<'
-    lines = [
-        '| ' + ' | '.join(f'{c:{s}{w}}' for c, s, w in zip(row, sides, wide, strict=True)) + ' |'
-        for row in table
-    ]
-    rule = ['-' * (w + 1) + '-:'[s == '>'] for s, w in zip(sides, wide, strict=True)]
+    columns = [(side, max(map(len, c))) for side, c in zip(sides, zip(*table), strict=True)]
+    lines = []
+    for row in table:
+        cells = [f'{c:{side}{wide}}' for c, (side, wide) in zip(row, columns, strict=True)]
+        lines.append(f"| {' | '.join(cells)} |")
+    rule = ['-' * (wide + 1) + ('-' if side == '<' else ':') for side, wide in columns]
     return '\n'.join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
 
 # %% ../nbs/engine/runs.ipynb #e89d046d
@@ -257,15 +258,13 @@ class Checkpoint:
 # %% ../nbs/engine/runs.ipynb #edeae42f
 def _model(folder):
     "The finished model of a run."
+    if (folder / 'model').is_dir():
+        return folder / 'model'
     problem = f"There is no run {folder}.{nearest(folder.name, _finished_runs(folder.parent))}"
     if folder.is_dir():
-        problem = (
-            f"{folder} holds no trained model: run `cramnb pretrain name={folder.name}` first, "
-            "or name a folder with eval.checkpoint=FOLDER."
-        )
-    if not (folder / 'model').is_dir():
-        raise CramError(problem)
-    return folder / 'model'
+        first = f"run `cramnb pretrain name={folder.name}` first"
+        problem = f"{folder} holds no trained model: {first}, or give eval.checkpoint=FOLDER."
+    raise CramError(problem)
 
 # %% ../nbs/engine/runs.ipynb #562dcb06
 def _best(folder):
@@ -302,7 +301,9 @@ def resolve_checkpoint(recipe: Recipe) -> Checkpoint:
     if value.startswith('hf://'):
         from cramnb.finetune import load_tokenizer  # needs transformers
 
-        where, run = name.removeprefix('hf://'), None
+        where, run = os.path.expanduser(name.removeprefix('hf://')), None
+        if where.startswith(('/', '.')) and not Path(where).is_dir():  # no name of the hub
+            raise CramError(f"eval.checkpoint={value}: there is no such folder.")
         load_tokenizer(where)  # a name that cannot be had is reported now
         where = Path(where) if Path(where).is_dir() else where
     elif value in ('latest', 'untrained'):

@@ -27,16 +27,15 @@ from .watch import Log
 # %% ../nbs/engine/trackers.ipynb #869686c0
 def check_trackers(recipe: Recipe):
     "Are the libraries there? Raises CramError before anything expensive begins."
-    wanted = {
-        'wandb.enabled=True': ('wandb', recipe.wandb.enabled),
-        'impl.tensorboard=True': ('tensorboard', recipe.impl.tensorboard),
-    }
-    for key, (module, on) in wanted.items():
-        spec = find_spec(module) if on else None
-        if on and (spec is None or spec.origin is None):  # a folder of that name is no library
-            raise CramError(
-                f"{key} needs {module}, which is not installed: pip install 'cramnb[track]'"
-            )
+    wanted = {}
+    if recipe.wandb.enabled:
+        wanted['wandb'] = 'wandb.enabled=True'
+    if recipe.impl.tensorboard:
+        wanted['tensorboard'] = 'impl.tensorboard=True'
+    for module, key in wanted.items():
+        if not getattr(find_spec(module), 'origin', None):  # a folder of that name has none
+            remedy = "which is not installed: pip install 'cramnb[track]'"
+            raise CramError(f"{key} needs {module}, {remedy}")
 
 # %% ../nbs/engine/trackers.ipynb #69886838
 class TensorBoard:

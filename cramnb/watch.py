@@ -73,7 +73,8 @@ _SOURCES = {  # where it stands: card and dense 16-bit TFLOP/s, sums in 32 bits 
     'Turing white paper': 'RTX 2080 TI 53.8',
     'RTX Blackwell white paper': 'RTX 3090 71.2, RTX 5090 209.5',
     'Ada white paper': 'RTX 4090 165.2',
-    'calculated': 'RTX 3070 40.6, RTX 3080 59.5, RTX 4080 97.5, RTX 5080 112.6',
+    'announcement, 32-bit products': 'APPLE M1 2.6',
+    'calculated': 'RTX 3060 TI 32.4, RTX 3070 40.6, RTX 3080 59.5, RTX 4080 97.5, RTX 5080 112.6',
 }
 PEAKS = {  # card: (TFLOP/s, where it stands)
     ' '.join(words): (float(peak), source)
@@ -277,15 +278,16 @@ class Bars:
         self.told = (-math.inf, -math.inf)
         if sys.stderr.isatty():
             form = '{percentage:3.0f}%|{bar:18}|' if total else '{n:.0f}'
-            form = f'{{desc:<24}}{form} {{elapsed}} {{postfix}}'
+            form = f'{{desc:<23}} {form} {{elapsed}} {{postfix}}'
             self.bar = tqdm(desc=stage, total=total, bar_format=form, dynamic_ncols=True)
 
     def _line(self, share):
         done, total, notes = self.last
         self.told, self.said = (self.clock(), share), done
-        much = f'{100 * min(share, 1):3.0f} %' if total else f'{done:.0f}'
-        text = f'{self.stage:<24}{much}  {show_seconds(self.clock() - self.began)}  {glance(notes)}'
-        print(text.rstrip(), file=sys.stderr, flush=True)
+        much = f'{100 * min(share, 1):3.0f} %' if total else f'{done:.0f}' if done else ''
+        parts = much, show_seconds(self.clock() - self.began), glance(notes)
+        text = '  '.join(part for part in parts if part)
+        print(f'{self.stage:<23} {text}', file=sys.stderr, flush=True)
 
     def close(self):
         "End the stage: the bar stays, or a last line is written unless it stands there already."

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from toy import ARCH, DATA, batches, model, recipe, weights
 from conftest import server
 from safetensors.torch import load_file
 
@@ -27,52 +28,23 @@ from cramnb.checkpoint import (
     save_checkpoint,
     verify,
 )
-from cramnb.masking import mask_tokens, microbatch_generator
 from cramnb.mlm import build_model
 from cramnb.store import prepare_corpus
 from cramnb.core import CramError, DiskFull, fingerprint
-from cramnb.recipe import compose, preset
+from cramnb.recipe import compose
 from cramnb.train import Stopped, Trainer
-
-ARCH = replace(
-    preset("arch", "tiny"),
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=64,
-)
-DATA = 5 + (torch.arange(256)[:, None] + torch.arange(16)) % 12  # rows that count up: easy to learn
-
-
-def batches(start, n, number, x=0.0):
-    rows = DATA[torch.arange(start, start + n) % len(DATA)]
-    return mask_tokens(
-        rows,
-        mlm_probability=0.25,
-        mask_token_id=4,
-        vocab_size=100,
-        generator=microbatch_generator(0, number),
-    )
 
 
 def trainer(seed=0, clock=None, should_stop=lambda: False, budget=1.0, **changes) -> Trainer:
-    torch.manual_seed(seed)
-    train = replace(
-        preset("train", "tiny"), **dict(batch_size=16, progress="updates", max_updates=20) | changes
-    )
     return Trainer(
-        build_model(ARCH, 100),
-        train,
+        model(seed),
+        recipe(**changes),
         batches,
         budget=budget,
         microbatch_size=8,
         clock=clock or itertools.count().__next__,
         should_stop=should_stop,
     )
-
-
-def weights(t) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in t.model.parameters()])
 
 
 def go(t, until=10**9):

@@ -1,8 +1,10 @@
 """What a real card adds to the loop: device, precision, compiler, memory; and nothing of the
 process stays changed."""
 
+import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +13,13 @@ import torch
 from cramnb.core import CramError, LostRank, Stopped
 from cramnb.device import (
     MaybeCompiled,
+    Way,
     auto_microbatch,
     card_options,
+    choose,
     compile_ahead,
+    fastest_way,
+    measure_ways,
     pick_device,
     pick_precision,
     probe_microbatch,
@@ -21,7 +27,12 @@ from cramnb.device import (
     recovery,
     uneven_batch,
 )
+from cramnb.distributed import World
+from cramnb.evaluate import _precision
+from cramnb.launch import settle
 from cramnb.options import Impl
+from cramnb.recipe import tiny
+from cramnb.run import Run, pretrain
 from cramnb.train import mlm_loss
 from toy import batches, model, recipe, trainer, weights
 
@@ -91,6 +102,170 @@ def test_settings_of_the_process_are_put_back(workspace, fails, monkeypatch):
     except Stopped:
         assert fails
     assert settings() == before
+
+
+# --- the way to compute on a CPU: measured, chosen, kept
+
+
+def ways(*figures, loss=9.01):
+    "float32 at 100 sequences a second, and two ways in 16 bits: (speed, loss) of each."
+    names = (("bfloat16", "sdpa"), ("bfloat16", "eager"))
+    return [
+        Way("float32", "sdpa", 100, loss),
+        *(Way(*name, *both) for name, both in zip(names, figures)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "figures, chosen",
+    [
+        (((105, 9.01), (160, 9.012)), 2),  # 16 bits in hardware
+        (((22, 9.01), (25, 9.01)), 0),  # imitated: four to five times slower
+        (((109, 9.01), (109.9, 9.01)), 0),  # less than a tenth: may be noise
+        (((90, 9.01), (111, 9.01)), 2),
+        (((150, 9.01), (150, 9.01)), 1),  # of equal ones, the earlier
+        (((100, 9.01), (100, 9.01)), 0),
+        (((130, 9.01), (170, 9.04)), 1),  # the fastest is lossy: the next one
+        (((130, 8.98), (170, 9.04)), 0),  # too low a loss is as wrong as too high a one
+        (((130, float("nan")), (170, float("inf"))), 0),
+        (((130, 9.01),), 1),  # the recipe names the attention: two ways only
+        ((), 0),
+    ],
+)
+def test_the_fastest_sound_way_is_chosen_if_it_is_worth_it(figures, chosen):
+    rows = ways(*figures)
+    assert choose(rows) is rows[chosen]
+
+
+def test_where_float32_itself_fails_it_stays():
+    rows = ways((200, 9.01), (300, float("nan")), loss=float("nan"))
+    assert choose(rows) is rows[0]
+
+
+def test_measuring_takes_turns_and_leaves_no_trace(monkeypatch):
+    m, asked, turns = model(), [], []
+    before, random = weights(m), torch.get_rng_state()
+    real = m.set_attn_implementation
+    monkeypatch.setattr(m, "set_attn_implementation", lambda name: (turns.append(name), real(name)))
+
+    def source(start, n, number, x):
+        asked.append((start, n, number, x))
+        return batches(start, n, number)
+
+    names = [("float32", "sdpa"), ("bfloat16", "sdpa"), ("bfloat16", "eager")]
+    found = measure_ways(m, source, 8, names)
+    assert [w[:2] for w in found] == names and all(w.speed > 0 for w in found)
+    assert set(asked) == {(0, 1, 0, 0.0), (0, 8, 0, 0.0)}
+    assert turns[2:-1] == ["sdpa", "sdpa", "eager"] * ((len(turns) - 3) // 3) and len(turns) > 9
+    assert torch.equal(before, weights(m)) and torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in m.parameters())
+    assert m.config._attn_implementation == "sdpa"
+    losses = [w.loss for w in found]
+    assert losses == pytest.approx([losses[0]] * 3, abs=0.02) and losses[0] != losses[2]
+
+
+@pytest.mark.parametrize(
+    "attention, kernels", [("auto", "sdpa sdpa eager"), ("eager", "eager eager")]
+)
+def test_an_attention_that_is_named_stays_and_one_line_says_what_was_chosen(
+    attention, kernels, monkeypatch
+):
+    told, tried = [], []
+
+    def measured(model, source, rows, names):
+        tried.extend(names)
+        return [Way(*name, 100 + 60 * (name == names[-1]), 9.0) for name in names]
+
+    monkeypatch.setattr("cramnb.device.measure_ways", measured)
+    best = fastest_way(attention, model(), batches, 8, told.append)
+    assert " ".join(kernel for _, kernel in tried) == kernels
+    assert best[:2] == ("bfloat16", "eager") and told == [
+        "16-bit products with eager attention: 1.6 times as fast as float32 here; "
+        "impl.precision=float32 overrides."
+    ]
+
+
+def forbidden(*_):
+    raise AssertionError("this run is not to measure")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "impl.deterministic=True",
+        "budget=119s",
+        "train.progress=updates train.max_updates=9",
+        "impl.precision=float32",
+        "impl.precision=bfloat16",
+        "dryrun=True",
+    ],
+)
+def test_a_run_that_is_short_exact_or_told_what_to_do_does_not_measure(words, monkeypatch):
+    monkeypatch.setattr("cramnb.launch.fastest_way", forbidden)
+    r = tiny("impl.device=cpu", *words.split())
+    impl, took = settle(r, model(), batches, World(), print)
+    assert took == 0 and impl == replace(r.impl, microbatch_size="32")
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_two_minutes_are_measured_inside_the_budget_as_compiling_is(counts, monkeypatch):
+    monkeypatch.setattr("cramnb.launch.fastest_way", lambda *_: Way("bfloat16", "eager", 160, 9.0))
+    m, r = model(), tiny("impl.device=cpu", "budget=2m", f"train.count_compile={counts}")
+    impl, took = settle(r, m, batches, World(), print)
+    assert (impl.precision, impl.attn_implementation) == ("bfloat16", "eager")
+    assert m.config._attn_implementation == "eager" and (took > 0) == counts
+
+
+def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts, monkeypatch):
+    words = "arch.hidden_size=32 arch.num_hidden_layers=1 arch.num_attention_heads=2"
+    words += " arch.intermediate_size=64 data=files data.vocab_size=600 data.heldout=0.3"
+    words += " train.batch_size=16 train.eval_rows=32 budget=2m impl.device=cpu name=way"
+    places = [f"data.files={texts}", f"impl.path={tmp_path / 'corpora'}", f"base_dir={tmp_path}"]
+    this, met = Run(tiny(*words.split(), *places), say=lambda text: None), []
+    this.open_corpus()
+
+    def one_update(run, t, held, keep):
+        how = t.precision, t.model.config._attn_implementation, t.microbatch_size
+        met.append((*how, t.state.elapsed))
+        next(t.updates())
+        raise Stopped
+
+    def measured(*_):
+        return Way("bfloat16", "eager", 160, 9.0)
+
+    monkeypatch.setattr("cramnb.run._train_loop", one_update)
+    monkeypatch.setattr("cramnb.launch.auto_microbatch", lambda *_: 8)
+    monkeypatch.setattr("cramnb.launch.fastest_way", measured)
+    with pytest.raises(Stopped):
+        pretrain(this)
+    monkeypatch.setattr("cramnb.launch.auto_microbatch", forbidden)
+    monkeypatch.setattr("cramnb.launch.fastest_way", forbidden)
+    with pytest.raises(Stopped):
+        pretrain(this)
+    assert met[0][:3] == met[1][:3] == (torch.bfloat16, "eager", 8)
+    assert 0 < met[0][3] < met[1][3]
+    named = replace(this.recipe.impl, precision="float32", attn_implementation="sdpa")
+    with pytest.raises(Stopped):
+        pretrain(replace(this, recipe=replace(this.recipe, impl=named)))
+    assert met[2][:3] == (torch.float32, "sdpa", 8)
+
+
+@pytest.mark.parametrize(
+    "said, known, want",
+    [
+        ("auto", dict(on="cpu", precision="bfloat16"), torch.bfloat16),
+        ("auto", dict(on="cuda", precision="bfloat16"), torch.float32),
+        ("auto", dict(), torch.float32),  # a run from before this was noted
+        ("float32", dict(on="cpu", precision="bfloat16"), torch.float32),
+    ],
+)
+def test_fine_tuning_takes_the_format_of_the_run(said, known, want, tmp_path):
+    (tmp_path / "pretrain.json").write_text(json.dumps(known))
+    run = SimpleNamespace(recipe=tiny(f"impl.precision={said}"))
+    assert _precision(run, SimpleNamespace(run=tmp_path), CPU) == want
+    for nowhere in (None, Path(tmp_path / "other")):
+        unknown = _precision(run, SimpleNamespace(run=nowhere), CPU)
+        assert unknown == pick_precision(run.recipe.impl, CPU)
 
 
 # --- torch.compile

@@ -405,7 +405,7 @@ def test_a_lost_process_is_told_by_torchs_own_errors_and_by_nothing_else():
     ],
 )
 def test_an_environment_that_cannot_be_is_one_line(variables, told, monkeypatch, tmp_path, capsys):
-    from cramnb.cram import main
+    from cramnb.command import main
 
     for name in (
         "RANK",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cramnb.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from cramnb.cram import main
+from cramnb.command import main
 from cramnb.report import pretrain_table
 from cramnb.run import make_trainer, measure
 from cramnb.train import heldout_batches

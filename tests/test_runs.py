@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from conftest import cramnb
+from folders import fake_run
 
 from cramnb.core import CramError, write_json
-from cramnb.cram import main
+from cramnb.command import main
 from cramnb.recipe import compose, to_dict
 from cramnb.runs import (
     Checkpoint,
@@ -24,7 +25,6 @@ from cramnb.runs import (
     resolve_checkpoint,
     runs_table,
 )
-from cramnb.watch import Log
 
 SMALL = [
     "arch.hidden_size=32",
@@ -42,28 +42,6 @@ SMALL = [
     "impl.device=cpu",
 ]
 EVAL = ["eval.tasks=order", "eval.epochs=1", "eval.max_train_examples=32", "eval.max_seq_length=32"]
-
-
-def fake_run(base: Path, name: str, rows: int = 5, **files):
-    folder = base / name
-    folder.mkdir(parents=True)
-    write_json(folder / "recipe.json", dict(train=dict(lr=1)))
-    log = Log(folder / "metrics.jsonl")
-    for u in range(1, rows + 1):
-        log.write(
-            dict(
-                update=u,
-                progress=u / 10,
-                elapsed=60.0 * u,
-                tokens=1000 * u,
-                loss=7.0 - u / 10,
-                tokens_per_second=10.0,
-                **({"heldout": 6.5} if u == rows else {}),
-            )
-        )
-    for k, v in files.items():
-        (folder / f"{k}.json").write_text(v if isinstance(v, str) else json.dumps(v))
-    return folder
 
 
 # --- looking
@@ -259,6 +237,12 @@ def test_a_hub_name_that_cannot_be_had_is_one_line(done, tmp_path, monkeypatch):
         with pytest.raises(CramError) as e:
             resolve_checkpoint(compose([*words, f"eval.checkpoint={name}"]))
         assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["hf:///nowhere", "hf://./nowhere", "hf://~/nowhere-untrained"])
+def test_a_folder_that_is_not_there_is_reported_in_our_words(done, name):
+    with pytest.raises(CramError, match=f"eval.checkpoint={name}: there is no such folder"):
+        resolve_checkpoint(compose([*done[1], f"eval.checkpoint={name}"]))
 
 
 # --- the whole way

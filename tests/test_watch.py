@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import cramnb
+from folders import fake_run
 
 from cramnb import trackers as trackers_module
-from cramnb import watch
+from cramnb import report, watch
 from cramnb.core import CramError
-from cramnb.cram import main
+from cramnb.command import main
 from cramnb.curves import LiveChart, diagnose, plot_runs
 from cramnb.recipe import compose
 from cramnb.report import save_plot
@@ -542,28 +543,6 @@ def test_the_live_chart_draws_now_and_then_and_leaves_a_picture(monkeypatch):
 # --- runs and pictures of runs
 
 
-def fake_run(base: Path, name: str, rows: int = 5, **files):
-    folder = base / name
-    folder.mkdir(parents=True)
-    (folder / "recipe.json").write_text(json.dumps(dict(train={}) | dict(train=dict(lr=1))))
-    log = Log(folder / "metrics.jsonl")
-    for u in range(1, rows + 1):
-        log.write(
-            dict(
-                update=u,
-                progress=u / 10,
-                elapsed=60.0 * u,
-                tokens=1000 * u,
-                loss=7.0 - u / 10,
-                tokens_per_second=10.0,
-                **({"heldout": 6.5} if u == rows else {}),
-            )
-        )
-    for k, v in files.items():
-        (folder / f"{k}.json").write_text(v if isinstance(v, str) else json.dumps(v))
-    return folder
-
-
 def test_the_commands_runs_and_plot(done, capsys, monkeypatch):
     monkeypatch.chdir(done[0])
     assert main(["runs"]) == 0
@@ -605,6 +584,19 @@ def test_a_stage_ends_with_one_line(capsys):
     bars("next", 0, 1)
     bars.close()
     assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["short", "next"]
+
+
+def test_a_long_stage_does_not_run_into_its_numbers(capsys):
+    bars = Bars(clock=lambda: 0.0)
+    bars("building in corpora: up to 40 MB of disk needed, 900 MB free", 0, None)
+    bars("reading", 3, None)
+    bars("waiting for another process", 1, 2)
+    bars.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "building in corpora: up to 40 MB of disk needed, 900 MB free 0s",
+        "reading                 3  0s",
+        "waiting for another process  50 %  0s",
+    ]
 
 
 def test_curves_lie_over_one_another(tmp_path):
@@ -661,3 +653,11 @@ def test_nothing_is_asked_of_libraries_nobody_wants(monkeypatch):
         trackers_module, "find_spec", lambda name: pytest.fail("looked for a library")
     )
     assert check_trackers(compose([])) is None
+
+
+def test_a_report_without_its_corpus_keeps_the_data_card(tmp_path):
+    run = types.SimpleNamespace(folder=tmp_path, corpus=None)
+    assert report._data_part(run) == "", "a first report has no card to keep"
+    card = "## Data\n\n### A corpus\n\n| rows | 5 |"
+    (tmp_path / "report.md").write_text(f"# Run monday\n\n## Recipe\n\n{card}\n")
+    assert report._data_part(run) == card
