@@ -117,10 +117,8 @@ def _check_length(checkpoint, config, ev):
     rows = getattr(config, 'max_position_embeddings', None) or math.inf
     kind = getattr(config, 'position_embedding_type', 'absolute')
     if kind not in ('rotary', 'none') and ev.max_seq_length > rows:
-        raise CramError(
-            f"eval.max_seq_length={ev.max_seq_length} is longer than the position table of "
-            f"{checkpoint}, which has {rows} rows."
-        )
+        longer = f'eval.max_seq_length={ev.max_seq_length} is longer than the position table'
+        raise CramError(f"{longer} of {checkpoint}, which has {rows} rows.")
 
 # %% ../nbs/15_finetune.ipynb #0075bce4
 def load_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:  # of a folder or hub name
@@ -288,20 +286,21 @@ def _answer_split(model, tokenizer, rows, task, ev):
 # %% ../nbs/15_finetune.ipynb #e6942868
 def _trial(task, seed, loss, found):
     "Count the answers of every split that has labels."
-    metrics, baselines, remark = {}, {}, ''
-    for split, (answers, labels) in found.items():
+    metrics, bases, remark = {}, {}, ''
+    for split in [s for s in found if not s.startswith('test')]:
+        answers, labels = found[split]
         end = {'dev': '', 'dev_mismatched': '_mm'}.get(split, f'_{split}')
         if task.per_token:
             answers, labels = [*chain(*answers)], [*chain(*labels)]
-        if not split.startswith('test'):
-            metrics |= {m + end: score(m, answers, labels) for m in task.metrics}
-            baselines[end] = baseline(task, labels)
-            values = np.asarray(answers, dtype=float)
-            if odd := int(np.isnan(values).sum()):
-                remark = remark or f'{task.name}: {odd:,} answers are not numbers; that counts as 0'
-            elif len(values) > 1 and len(np.unique(values)) == 1:
-                remark = remark or f'{task.name}: a trial gave the same answer to every row'
-    bases = dict(baseline=baselines[''], baseline_mm=baselines.get('_mm', baselines['']))
+        metrics |= {m + end: score(m, answers, labels) for m in task.metrics}
+        bases['baseline' + end] = baseline(task, labels)
+        values = np.asarray(answers, dtype=float)
+        odd = int(np.isnan(values).sum())
+        if odd:
+            remark = remark or f'{task.name}: {odd:,} answers are not numbers; that counts as 0'
+        elif len(values) > 1 and len(np.unique(values)) == 1:
+            remark = remark or f'{task.name}: a trial gave the same answer to every row'
+    bases = {k: bases.get(k, bases['baseline']) for k in ('baseline', 'baseline_mm')}
     return Trial(task.name, seed, metrics, loss=loss, remark=remark, target=task.target, **bases)
 
 # %% ../nbs/15_finetune.ipynb #d75fc7a3

@@ -243,23 +243,27 @@ def local_suite(
     seed: int = 0,  # of the draw
     max_train: int = 3000,  # training rows of each task
     max_dev: int = 1000,  # evaluation rows of each task
-) -> dict[str, dict[str, list[dict]]]:  # task -> split -> rows
+) -> dict[str, dict[str, list[dict]]]:  # task -> split -> rows; a task with too few is left out
     "Make three tasks in GLUE's shapes from held-out text. Raises CramError for too little prose."
+    if len(documents) < 20:  # a few long ones, such as books
+        documents = _pieces(documents)
     rng = np.random.default_rng(seed)
     order, cut = rng.permutation(len(documents)), len(documents) // 4
     dev = _suite_rows([documents[i] for i in order[:cut]], rng)
     train = _suite_rows([documents[i] for i in order[cut:]], rng)
-    short = [t for t in LOCAL if len(train[t]) < 20 or len(dev[t]) < 5]
-    if short:
-        raise CramError(
-            f"The held-out text is too little prose for eval=local ({', '.join(short)}): "
-            "raise data.heldout or give more text."
-        )
-    suite = {t: dict(train=(train[t], max_train), dev=(dev[t], max_dev)) for t in LOCAL}
-    return {
-        t: {
-            split: [rows[i] for i in rng.permutation(len(rows))[:n]]
-            for split, (rows, n) in s.items()
-        }
-        for t, s in suite.items()
-    }
+    suite = {}
+    for task in LOCAL:
+        splits = dict(train=(train[task], max_train), dev=(dev[task], max_dev))
+        drawn = {s: (rows, rng.permutation(len(rows))[:n]) for s, (rows, n) in splits.items()}
+        if len(train[task]) >= 20 and len(dev[task]) >= 5:
+            suite[task] = {s: [rows[i] for i in at] for s, (rows, at) in drawn.items()}
+    if not suite:
+        problem = f"The held-out text is too little prose for eval=local ({', '.join(LOCAL)})"
+        raise CramError(f"{problem}: raise data.heldout or give more text.")
+    return suite
+
+# %% ../nbs/14_glue.ipynb #gl0piece
+def _pieces(documents, size=6):
+    "Documents of a few sentences each, cut from long ones."
+    split = map(sentences, documents)
+    return [' '.join(s[i : i + size]) for s in split for i in range(0, len(s), size)]

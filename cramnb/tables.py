@@ -22,22 +22,22 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-import datasets
-import numpy as np
-import pyarrow.parquet as pq
-
 from .core import CramError, nearest, printable
-from .glue import METRICS, Task
+from .glue import Task
+from .score import hold_out
 
 # %% ../nbs/engine/tables.ipynb #104e46cf
 def read_text(path):
     "All of a text file, compressed or not, without its byte-order mark. Raises CramError."
+    raw = b''
     try:
         raw = path.read_bytes()
-        raw = gzip.decompress(raw) if raw[:2] == b'\x1f\x8b' else raw
+        if raw[:2] == b'\x1f\x8b':
+            raw = gzip.decompress(raw)
         return raw.decode('utf-8-sig')
     except UnicodeDecodeError as e:
-        kind = 'utf-16' if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else 'latin1'
+        marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        kind = 'utf-16' if raw.startswith(marks) else 'latin1'
         problem = f'is not text in UTF-8 (byte {e.start:,}): `iconv -f {kind} -t utf-8` converts it'
     except (OSError, EOFError, zlib.error) as e:
         problem = f'is damaged or cannot be read: {e}'
@@ -46,8 +46,10 @@ def read_text(path):
 # %% ../nbs/engine/tables.ipynb #9bfa4e29
 def short(value):
     "The beginning of a value from outside, for a message of one line."
+    if isinstance(value, str):
+        value = value.strip()
     try:
-        text = repr(value.strip() if isinstance(value, str) else value)
+        text = repr(value)
     except (ValueError, RecursionError):  # Python prints no whole number of 4,301 digits
         text = f'a huge {type(value).__name__}'
     return printable(text if len(text) < 70 else f'{text[:60]} …')
@@ -56,15 +58,18 @@ def short(value):
 def _read_json(path):
     "JSON lines, or one JSON list. Raises CramError with the line that is none."
     text, rows = read_text(path), []
-    one = '.json' in path.suffixes and text.lstrip()[:1] == '['
-    for n, line in [(1, text)] if one else enumerate(text.split('\n'), 1):
+    is_list = '.json' in path.suffixes and text.lstrip().startswith('[')
+    for n, line in enumerate([text] if is_list else text.split('\n'), 1):
+        if not line.strip():
+            continue
+        problem = 'is no object with keys'
         try:
-            found = json.loads(line) if line.strip() else []
+            found = json.loads(line)
         except (ValueError, RecursionError):
-            raise CramError(f"{path}, line {n}, is not JSON: {short(line)}.") from None
-        found = found if one or not line.strip() else [found]
-        if any(not isinstance(row, dict) for row in found):
-            raise CramError(f"{path}, line {n}, is no object with keys: {short(line)}.")
+            found, problem = None, 'is not JSON'
+        found = found if is_list else [found]
+        if found is None or any(not isinstance(row, dict) for row in found):
+            raise CramError(f"{path}, line {n}, {problem}: {short(line)}.")
         rows += found
     return rows
 
@@ -72,36 +77,41 @@ def _read_json(path):
 def _read_csv(path):
     "A table with a header. Raises CramError for a line that does not fit it."
     text = read_text(path)
-    before = csv.field_size_limit(2**31 - 1)  # of the whole process: put back
     first = text.partition('\n')[0]
     mark = '\t' if '.tsv' in path.suffixes else max(',;', key=first.count)
     reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=mark)
+    rows, problem = [], ''
+    before = csv.field_size_limit(2**31 - 1)  # of the whole process: put back
     try:
-        rows = [(reader.line_num, row) for row in reader]
+        for row in reader:
+            rows.append(row)
+            if any(row.pop(None, ())):
+                problem = 'has more columns than the header: are quotes lost?'
+                break
     except csv.Error as e:
-        raise CramError(f"{path}, line {reader.line_num}: {e}.") from None
+        problem = f'is no line of a table: {e}'
     finally:
         csv.field_size_limit(before)
-    wide = [n for n, row in rows if any(row.pop(None, ()))]
-    if wide:
-        raise CramError(
-            f"{path}, line {wide[0]}, has more columns than the header: are quotes lost?"
-        )
-    return [row for _, row in rows]
+    if problem:
+        raise CramError(f"{path}, line {reader.line_num}, {problem}")
+    return rows
 
 # %% ../nbs/engine/tables.ipynb #ba7bff50
 def _read_binary(path):
     "Parquet or Arrow, through the libraries that write them. Raises CramError for a damaged file."
+    import datasets
+    from pyarrow import parquet
+
     try:
         if path.suffix == '.arrow':
             return datasets.Dataset.from_file(str(path)).to_list()
-        return pq.read_table(path).to_pylist()
+        return parquet.read_table(path).to_pylist()
     except Exception as e:  # damaged bytes raise half a dozen kinds of errors
         raise CramError(f"{path} is damaged: {short(str(e))}.") from None
 
 # %% ../nbs/engine/tables.ipynb #35fc91b3
-FORMATS = dict(jsonl=_read_json, json=_read_json, csv=_read_csv, tsv=_read_csv)
-FORMATS |= dict(parquet=_read_binary, arrow=_read_binary)
+_read = dict(jsonl=_read_json, json=_read_json, csv=_read_csv, tsv=_read_csv)
+FORMATS = _read | dict(parquet=_read_binary, arrow=_read_binary)
 
 # %% ../nbs/engine/tables.ipynb #ef9a4609
 def read_table(
@@ -109,9 +119,9 @@ def read_table(
 ) -> list[dict]:  # one dict for each row
     "Read a table. Raises CramError, or FileNotFoundError."
     path = Path(path).expanduser()
-    kind = path.name.removesuffix('.gz').rpartition('.')[2].lower()
     if not path.is_file():
         raise FileNotFoundError(f"eval.files={path}: there is no such file.")
+    kind = path.name.removesuffix('.gz').rpartition('.')[2].lower()
     if kind not in FORMATS:
         raise CramError(f"eval.files={path}: give .csv, .tsv or .jsonl (or .json), also with .gz.")
     return FORMATS[kind](path)
@@ -120,20 +130,23 @@ def read_table(
 def number_of(value):
     "A finite float, or None for what is no number."
     with suppress(TypeError, ValueError, OverflowError):
-        return float(value) if math.isfinite(float(value)) else None
+        number = float(value)
+        return number if math.isfinite(number) else None
 
 # %% ../nbs/engine/tables.ipynb #5080ab23
 def label_of(task, label, where):
     "'entailment', true or '4.2' as the number that a model learns. Raises CramError."
-    if not isinstance(label, list) and str(label)[:99] in task.labels:
+    if not isinstance(label, (list, dict)) and str(label) in task.labels:
         return task.labels.index(str(label))
     number = number_of(label)
     if number is not None and task.num_labels == 1:
         return number
     if number in range(task.num_labels):
         return int(number)
-    classes = f"none of {', '.join(task.labels) or f'0 to {task.num_labels - 1}'}"
-    problem = 'no number' if task.num_labels == 1 else classes
+    problem = 'no number'
+    if task.num_labels > 1:
+        names = ', '.join(task.labels) or f'0 to {task.num_labels - 1}'
+        problem = f'none of {names}'
     raise CramError(f"Task {task.name}, {where}: the label {short(label)} is {problem}.")
 
 # %% ../nbs/engine/tables.ipynb #9cfe40d8
@@ -145,22 +158,25 @@ def own_task(
     seed: int = 0,  # of the rows that are held out where there is one file
 ) -> tuple[Task, dict[str, list[dict]], str]:  # task, splits, remark
     "Make a task from the reader's own table. Raises CramError, or FileNotFoundError."
-    single = Path(files).expanduser().is_file()
+    single = Path(files).expanduser().is_file()  # its name may hold a comma
     paths = [str(files)] if single else [p.strip() for p in str(files).split(',') if p.strip()]
     if len(paths) not in (1, 2):
         raise CramError(f"eval.files={files}: give a training file, or training,evaluation file.")
     tables = [_own_table(path, label_column) for path in paths]
     remark = ''
     if len(tables) == 1:
-        tables = _split(tables[0], seed)
+        if len(tables[0]) < 10:
+            problem = f'{len(tables[0])} rows are too few to hold some out'
+            raise CramError(f"eval.files: {problem}; give an evaluation file as well.")
+        held = hold_out(dict(train=tables[0]), seed)
+        tables = [held['train'], held['tune']]
         remark = 'every tenth row of the file, drawn at random, is held out for evaluation'
     labels = [row[label_column] for rows in tables for row in rows]
-    columns = [c.strip() for c in text_columns.split(',') if c.strip()]
     name = Path(paths[0]).name.split('.')[0]
-    task = _describe(name, tables[0][0], labels, metric, columns, label_column)
+    task = _describe(name, tables[0][0], labels, metric, text_columns, label_column)
     check_columns(f'eval.files={paths[-1]}', tables[1], task.fields)
-    rows = [[_own_row(task, row, label_column) for row in table] for table in tables]
-    return task, dict(zip(('train', 'dev'), rows)), remark
+    train, dev = ([_own_row(task, row, label_column) for row in table] for table in tables)
+    return task, dict(train=train, dev=dev), remark
 
 # %% ../nbs/engine/tables.ipynb #27e32d89
 def _own_table(path, label_column):
@@ -172,15 +188,6 @@ def _own_table(path, label_column):
         raise CramError(f"eval.files={path}: row {lost[0]} has no {label_column}.")
     return rows
 
-# %% ../nbs/engine/tables.ipynb #f1542f98
-def _split(rows, seed):
-    "Hold out every tenth row, drawn at random. Raises CramError for too few."
-    if len(rows) < 10:
-        hint = 'give an evaluation file as well'
-        raise CramError(f"eval.files: {len(rows)} rows are too few to hold some out; {hint}.")
-    order, cut = np.random.default_rng(seed).permutation(len(rows)), max(1, len(rows) // 10)
-    return [rows[i] for i in order[cut:]], [rows[i] for i in order[:cut]]
-
 # %% ../nbs/engine/tables.ipynb #79b5f540
 def check_columns(where, rows, wanted):
     if not rows:
@@ -190,76 +197,87 @@ def check_columns(where, rows, wanted):
         raise CramError(f"{where}: no column {', '.join(missing)}; it has {', '.join(rows[0])}.")
 
 # %% ../nbs/engine/tables.ipynb #564859d3
-def _describe(name, row, labels, metric, columns, label_column):
-    "The `Task` of a table. Raises CramError."
+def _describe(name, row, labels, metric, text_columns, label_column):
+    "The `Task` of a table: what the labels are decides. Raises CramError."
     per_token = isinstance(labels[0], list)
     mixed = [v for v in labels if isinstance(v, list) != per_token]
     if mixed:
-        raise CramError(
-            f"{name}: some rows are labelled with a list of tags, others with {short(mixed[0])}."
-        )
-    columns = columns or _text_columns(row, label_column, per_token)
-    lost = [c for c in columns if c not in row]
-    if lost or not columns:
-        there = f"no column {', '.join(lost) or 'of text'}; there are {', '.join(row)}"
-        raise CramError(f"eval.text_columns={','.join(columns)}: {there}.")
+        other = f'others with {short(mixed[0])}'
+        raise CramError(f"{name}: some rows are labelled with a list of tags, {other}.")
+    fields = _fields(row, text_columns, label_column, per_token)
+    real = not per_token and _are_values(labels, metric, label_column)
     tags = [t for v in labels for t in v if t != -100] if per_token else labels
-    values = [None] if per_token else [number_of(v) for v in labels]
-    correlation = metric in ('pearson', 'spearman')
-    if correlation and None in values and not per_token and any(v is not None for v in values):
-        odd = short(labels[values.index(None)])
-        raise CramError(f"eval.metric={metric} needs numbers, but {label_column} holds {odd}.")
-    real = None not in values and (correlation or any(v % 1 for v in values))
     classes = () if real else _classes(tags, len(labels), label_column)
-    metric = _check_metric(metric or ('pearson' if real else 'accuracy'), real, len(classes))
-    fields = tuple(columns[:1] if per_token else columns)
+    metric = _metric(metric, real, len(classes))
     own = dict(labels=classes, hub='', per_token=per_token, name=name)
     return Task(fields, len(classes) or 1, (metric,), **own)
 
 # %% ../nbs/engine/tables.ipynb #3e48c0cc
-def _text_columns(row, label_column, per_token):
-    "Columns of text; for tags, columns that hold lists of words."
-    columns = [c for c in row if c not in (label_column, 'idx', 'id')]
-    texts = [c for c in columns if isinstance(row[c], str)]
-    lists = [c for c in columns if isinstance(row[c], list)]
-    words = [c for c in lists if all(isinstance(w, str) for w in row[c])]
-    return (words or texts) if per_token else texts
+def _fields(row, text_columns, label_column, per_token):
+    "Columns to read: those that are named, or all of text; of tags one, which holds words."
+    columns = [c.strip() for c in text_columns.split(',') if c.strip()]
+    lost = [c for c in columns if c not in row]
+    if not columns:
+        others = [c for c in row if c not in (label_column, 'idx', 'id')]
+        lists = [c for c in others if per_token and isinstance(row[c], list)]
+        words = [c for c in lists if all(isinstance(word, str) for word in row[c])]
+        columns = words or [c for c in others if isinstance(row[c], str)]
+    if lost or not columns:
+        there = f"no column {', '.join(lost) or 'of text'}; there are {', '.join(row)}"
+        raise CramError(f"eval.text_columns={text_columns}: {there}.")
+    return tuple(columns[:1] if per_token else columns)
+
+# %% ../nbs/engine/tables.ipynb #ta0value
+def _are_values(labels, metric, label_column):
+    "Is every label a number, and a value rather than the number of a class? Raises CramError."
+    values = [number_of(v) for v in labels]
+    correlation = metric in ('pearson', 'spearman')
+    if None not in values:
+        return correlation or any(v % 1 for v in values)
+    if correlation and any(v is not None for v in values):
+        odd = short(labels[values.index(None)])
+        raise CramError(f"eval.metric={metric} needs numbers, but {label_column} holds {odd}.")
+    return False
 
 # %% ../nbs/engine/tables.ipynb #82ba061f
 def _classes(tags, rows, label_column):
     "Names of the classes, numbers in their order before words. Raises CramError."
-    names = sorted(
-        {str(t) for t in tags}, key=lambda t: (number_of(t) is None, number_of(t) or 0.0, t)
-    )
+    names = {str(t) for t in tags}
+    numbers = [n for n in names if number_of(n) is not None]
     if not 2 <= len(names) <= max(20, rows // 2):
-        problem = f'is {label_column} the column of labels?' if names[1:] else 'nothing to learn'
+        problem = (
+            f'is {label_column} the column of labels?' if len(names) > 1 else 'nothing to learn'
+        )
         raise CramError(f"eval.files: {len(names):,} different labels in {rows:,} rows; {problem}")
-    return tuple(names)
+    numbers.sort(key=lambda n: (number_of(n), n))
+    return (*numbers, *sorted(names.difference(numbers)))
 
 # %% ../nbs/engine/tables.ipynb #2fcc1820
-def _check_metric(metric, real, classes):
-    values = ['pearson', 'spearman']
-    no = values + ['f1'] * (classes != 2)
-    fit = values if real else [m for m in METRICS if m not in no]
-    if metric not in fit:
+def _metric(metric, real, classes):
+    "The metric that counts; one that does not fit the labels is refused."
+    fit = ['pearson', 'spearman'] if real else ['accuracy', 'f1', 'macro_f1', 'matthews']
+    if classes > 2:
+        fit.remove('f1')
+    if metric and metric not in fit:
         choice = f"choose from {', '.join(fit)}.{nearest(metric, fit)}"
         raise CramError(f"eval.metric={metric} does not fit these labels: {choice}")
-    return metric
+    return metric or fit[0]
 
 # %% ../nbs/engine/tables.ipynb #26f3caf3
 def _own_row(task, row, label_column):
     "The texts of a row, and its label as a number. Raises CramError."
-    label, kind = row[label_column], list if task.per_token else str
-    texts = {f: str(v) if isinstance(v := row.get(f), (int, float)) else v for f in task.fields}
-    odd = [(f, text) for f, text in texts.items() if not isinstance(text, kind)]
-    if odd:
-        want = 'a list of words' if task.per_token else 'a text'
-        problem = f'{short(odd[0][1])} in its column {odd[0][0]}, where {want} is expected'
+    out, label, problem = {}, row[label_column], ''
+    kind, want = (list, 'a list of words') if task.per_token else (str, 'a text')
+    for field in task.fields:
+        value = row.get(field)
+        out[field] = str(value) if isinstance(value, (int, float)) else value
+        if not isinstance(out[field], kind):
+            problem = f'{short(value)} in its column {field}, where {want} is expected'
+    words = len(out[field]) if task.per_token and not problem else 0
+    if task.per_token and not problem and len(label) != words:
+        problem = f'{words} words and {len(label)} labels'
+    if problem:
         raise CramError(f"A row of {task.name} has {problem}.")
     if not task.per_token:
-        return texts | dict(label=label_of(task, label, 'a row'))
-    words = len(texts[task.fields[0]])
-    if len(label) != words:
-        raise CramError(f"A row of {task.name} has {words} words and {len(label)} labels.")
-    tags = [t if t == -100 else task.labels.index(str(t)) for t in label]
-    return texts | dict(label=tags)
+        return out | dict(label=label_of(task, label, 'a row'))
+    return out | dict(label=[t if t == -100 else task.labels.index(str(t)) for t in label])

@@ -344,6 +344,16 @@ def test_values_make_a_regression_and_whole_numbers_classes(tmp_path):
     assert own_task(str(tmp_path / "c.jsonl"), metric="pearson")[0].num_labels == 1
 
 
+@pytest.mark.parametrize("labels", [(1.0, 2.0), (0.0, 2.0, 4.0), ("y" * 120, "z" * 120)])
+def test_floats_and_long_names_are_classes_by_their_own_name(labels, tmp_path):
+    rows = [dict(text=f"row {i}", label=labels[i % len(labels)]) for i in range(40)]
+    (tmp_path / "f.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task, splits, _ = own_task(str(tmp_path / "f.jsonl"))
+    assert task.labels == tuple(map(str, labels))
+    for row in splits["train"] + splits["dev"]:
+        assert row["label"] == int(row["text"].split()[1]) % len(labels)
+
+
 def test_rows_without_an_answer_or_a_text_are_named(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\n" + "x,yes\ny,no\n" * 10 + "z,\n")
     (tmp_path / "b.jsonl").write_text(

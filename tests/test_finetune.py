@@ -181,3 +181,21 @@ def test_weights_come_from_safetensors_and_no_code_is_run(bert, tmp_path):
     with pytest.raises(CramError, match="cannot be loaded"):
         load_classifier(folder, 2, EV)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("n, size", [(1, 4), (8, 4), (9, 4), (300, 4)])
+def test_batches_of_like_length_hold_every_row_once(n, size):
+    lengths = np.random.default_rng(n).integers(1, 60, n)
+    for rng in (None, np.random.default_rng(0)):
+        batches = list(similar_lengths(lengths, size, rng))
+        assert sorted(np.concatenate(batches).tolist()) == list(range(n))
+        assert all(0 < len(b) <= size for b in batches)
+        assert all((np.diff(lengths[b]) >= 0).all() for b in batches)
+        if rng is None:
+            assert (np.diff(lengths[np.concatenate(batches)]) >= 0).all()
+    if n > 2 * size:
+        first, other = (
+            np.concatenate(list(similar_lengths(lengths, size, np.random.default_rng(s))))
+            for s in (0, 1)
+        )
+        assert first.tolist() != other.tolist(), "another epoch, another order"

@@ -1,12 +1,16 @@
 """What is asked, how it is counted, and a suite made from text."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy import stats
 from sklearn import metrics as sk
 
 from cramnb.core import CramError
-from cramnb.glue import METRICS, TASKS, GlueMetric, baseline, local_suite, score, task_names
+from cramnb.exams import load_tasks
+from cramnb.glue import LOCAL, METRICS, TASKS, GlueMetric, baseline, local_suite, score, task_names
+from cramnb.recipe import preset
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -84,3 +88,33 @@ def test_metrics_equal_sklearn_and_scipy():
     assert GlueMetric(config_name="mrpc").compute(predictions=[1, 0], references=[1, 1]) == dict(
         accuracy=0.5, f1=pytest.approx(2 / 3)
     )
+
+
+def test_few_long_documents_make_a_suite_too():
+    words = "market river garden kitchen harbour mountain library station".split()
+    line = "The {0} near the old {1} was quiet on day {2}."
+    books = [
+        " ".join(
+            line.format(words[i % 8], words[(i // 8 + k) % 8], "one two".split()[k])
+            for i in range(170)
+        )
+        for k in range(2)
+    ]
+    assert all(len(b) > 7000 for b in books)
+    suite = local_suite(books)
+    for task in LOCAL:
+        assert len(suite[task]["train"]) >= 20 and len(suite[task]["dev"]) >= 5
+    assert local_suite(books) == suite
+
+
+def test_a_local_task_without_enough_rows_is_left_out():
+    lone = [f"Person{i} went to the market in the morning." for i in range(60)]
+    suite = local_suite(lone)  # no document has two sentences, so none has an order
+    assert sorted(suite) == ["acceptability", "similarity"]
+    local = preset("eval", "local")
+    loaded = load_tasks(local, suite)
+    assert [task.name for task, _, _ in loaded] == ["acceptability", "similarity"]
+    assert sum("too little held-out prose for order" in remark for *_, remark in loaded) == 1
+    assert all("judged on" in remark and "rows, one row is" in remark for *_, remark in loaded)
+    with pytest.raises(CramError, match="for order: raise data.heldout"):
+        load_tasks(replace(local, tasks="order"), suite)

@@ -4,6 +4,9 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,19 +15,25 @@ from exam import EV, checkpoint, rows_of, tokenizer, write  # noqa: F401
 from safetensors.torch import load_file, save_file
 from scipy import stats
 
+from cramnb.core import CramError
+from cramnb.evaluate import adopt, open_text, plot_scores
+from cramnb.evaluate import score as evaluate
 from cramnb.exams import load_folder, load_tasks
 from cramnb.finetune import Trial, leak, run_trial
 from cramnb.glue import TASKS
-from cramnb.recipe import preset
+from cramnb.recipe import preset, tiny
+from cramnb.run import Run
+from cramnb.runs import Checkpoint, make_folder
 from cramnb.score import (
+    _plan_trials,
     evaluate_checkpoint,
     hold_out,
     mean_score,
-    plot_scores,
     score_table,
     summarise,
     within_rules,
 )
+from cramnb.store import store_folder
 
 
 def judge(checkpoint, ev, folder, **more):
@@ -275,3 +284,69 @@ def test_a_sweep_never_looks_at_the_rows_that_judge(checkpoint, tmp_path):
     kept = hold_out(rows)
     assert len(kept["tune"]) == 4 and len(kept["train"]) == 36
     assert sorted(r["idx"] for r in kept["train"] + kept["tune"]) == list(range(40))
+
+
+def test_a_leaking_warm_up_counts_the_rows_that_are_used(checkpoint, tmp_path):
+    "Both counts of updates, the first task's and this task's own, are those of the rows in use."
+    tasks = [
+        (TASKS[name], dict(train=rows_of(name, n), dev=rows_of(name, 4, 1)), "")
+        for name, n in (("cola", 96), ("rte", 48))
+    ]
+    plan = partial(_plan_trials, tasks=tasks, folder=tmp_path, seed=0, identity=())
+    leaky = replace(EV, warmup_leak=True, batch_size=16, epochs=5)
+    assert [p.protocol.warmup for p in plan(leaky)] == pytest.approx([0.1, 0.2])
+    few = replace(leaky, max_train_examples=32)
+    assert [p.protocol.warmup for p in plan(few)] == pytest.approx([0.1, 0.1])
+    between = replace(leaky, max_train_examples=64)
+    assert [p.protocol.warmup for p in plan(between)] == pytest.approx([2 / 20, 2 / 15])
+
+
+@pytest.mark.parametrize("value", ["latest", "best", "first"])
+def test_local_tasks_are_made_of_the_text_that_the_weights_did_not_read(
+    value, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    first = make_folder(tiny("name=first", "data.seq_length=64"))
+    (first / "pretrain.json").write_text(json.dumps(dict(corpus="the text of first")))
+    asked = Run(tiny(f"name={'second' if value == 'first' else 'first'}"))
+    checkpoint = Checkpoint(first / "model", Path("runs/first"), own=value == "latest")
+    run = adopt(asked, checkpoint.run)
+    assert run.recipe.data.seq_length == 64 and run.recipe.name == asked.recipe.name
+    run.corpus = SimpleNamespace(fingerprint="another text", folder=Path("corpora/another"))
+    with pytest.raises(CramError, match="not the corpus that runs/first was trained on"):
+        evaluate(run, checkpoint)
+    run.corpus.fingerprint = "the text of first"
+    with pytest.raises((CramError, AttributeError, FileNotFoundError)) as error:
+        evaluate(run, checkpoint)  # the text is right; there are no weights here
+    assert "trained on" not in str(error.value)
+
+
+def test_a_corpus_is_opened_only_where_it_is_needed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    opened = []
+    monkeypatch.setattr(Run, "open_corpus", lambda run: opened.append(run.recipe.eval.tasks))
+    glue = Run(tiny("name=one", "eval=GLUE_sane"))
+    open_text(glue)
+    assert not opened and not list(tmp_path.iterdir())
+    local = Run(tiny("name=one"))
+    open_text(local)
+    folder = store_folder(glue.recipe.data, Path(glue.recipe.impl.path).expanduser())
+    folder.mkdir(parents=True)
+    (folder / "card.json").write_text("{}")
+    open_text(glue)
+    assert opened == [local.recipe.eval.tasks, glue.recipe.eval.tasks]
+
+
+def test_two_trials_meet_in_the_middle():
+    trials = [Trial("rte", i, dict(accuracy=v), 0.5, 0.0) for i, v in enumerate((0.5, 0.9))]
+    (one,) = summarise(trials)
+    assert one.median == pytest.approx(0.7) and one.values == [0.5, 0.9]
+
+
+def test_a_mean_where_nothing_counts_and_one_with_a_zero():
+    def scores(**values):
+        return summarise([Trial(n, 0, {TASKS[n].target: v}, 0.0, 0.0) for n, v in values.items()])
+
+    assert mean_score([]) == mean_score(scores(wnli=0.9)) == (0.0, 0.0)
+    assert mean_score(scores(rte=0.5, cola=0.0)) == (0.25, 0.0)
+    assert mean_score(scores(rte=0.5, cola=-0.1))[1] == 0.0
