@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import datasets
 import pytest
 import torch
 from conftest import cramnb
@@ -123,6 +124,18 @@ def test_words_become_cases_and_a_recipe():
 def test_the_loader_reads_every_row_once(tmp_path):
     case = loader(compose([]), tmp_path, n=2048)
     assert case.ours() == 2048 * 128 and case.theirs() == 128 * 128
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_progress_bars_are_as_they_were(off, tmp_path):
+    before = datasets.are_progress_bars_disabled()
+    turn = {False: datasets.enable_progress_bars, True: datasets.disable_progress_bars}
+    turn[off]()
+    try:
+        loader(compose([]), tmp_path, n=1024).theirs()
+        assert datasets.are_progress_bars_disabled() == off
+    finally:
+        turn[before]()
 
 
 def arms(text, tmp_path, *words):

@@ -2,6 +2,7 @@
 
 import pytest
 from conftest import cramnb
+from folders import fake_run
 
 from cramnb.command import VERBS, main, option_table, read_command
 from cramnb.core import CramError
@@ -201,17 +202,34 @@ def test_version_and_no_words(capsys):
     assert main([]) == 0 and "usage: cramnb VERB" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_fits_two_screens(verb, capsys):
+    assert main([*verb.split(), "--help"]) == 0
+    page = capsys.readouterr().out.splitlines()
+    assert len(page) <= 48 and max(map(len, page)) <= 100
+
+
 @pytest.mark.parametrize("verb", ["cram", "pretrain", "eval", "data"])
-def test_help_is_short_and_all_of_it_is_one_word_away(verb, capsys):
+def test_all_options_are_one_word_away(verb, capsys):
     assert main([verb, "--help"]) == 0
     short = capsys.readouterr().out
     assert main([verb, "--help", "all"]) == 0
     long = capsys.readouterr().out
-    assert (
-        len(short.splitlines()) < 35 < len(long.splitlines())
-        and max(map(len, (short + long).splitlines())) <= 100
-    )
+    options = [line for line in short.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert len(options) in (9, 10) and len(long.splitlines()) > 140
+    assert max(map(len, long.splitlines())) <= 100
     assert "--help all" in short and "minutes (3m)" in long
+
+
+def test_help_shows_the_way_of_the_readme(capsys):
+    main(["--help"])
+    page = capsys.readouterr().out
+    for words in ("cram", "cram data=files data.files=", "runs", "plot", "probe", "publish"):
+        assert f"\n  cramnb {words}" in page
+    own = dict(plan="gpu=", plot="x=time", probe="text=", publish="push=", bench="rounds=5")
+    for verb, word in own.items():
+        main([verb, "--help"])
+        assert f"  {word}" in capsys.readouterr().out
 
 
 def test_a_command_of_the_original_says_what_it_ignores(capsys, tmp_path, monkeypatch):
@@ -224,3 +242,11 @@ def test_a_command_of_the_original_says_what_it_ignores(capsys, tmp_path, monkey
 def test_the_module_runs_as_a_command(tmp_path):
     done = cramnb("pretrain", "budget=never", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+
+
+def test_watch_takes_the_name_in_both_forms(tmp_path):
+    "`watch NAME` and `watch name=NAME` mean the same run; a wrong one is named."
+    fake_run(tmp_path / "runs", "other")
+    for words in (["nosuch"], ["name=nosuch"]):
+        done = cramnb("watch", *words, cwd=tmp_path)
+        assert done.returncode == 2 and "nosuch" in done.stderr, done.stderr

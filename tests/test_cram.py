@@ -10,7 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import beside, cramnb
+from conftest import ROOT, beside, cramnb
+from execnb.shell import CaptureShell
+from test_repository import cells, source
+
+from cramnb.watch import CLOCKED
 
 SMALL = [
     "budget=5s",
@@ -97,6 +101,36 @@ print(type(model).__name__, len(tokenizer), len(fill('return the [MASK] of the l
         check=True,
     )
     assert out.stdout.split() == ["CrammedBertForMaskedLM", "1000", "5"]
+
+
+def test_notebook_and_command_walk_the_same_path(tmp_path, monkeypatch):
+    "The cells of the day, up to its run, and `cramnb cram` with the same words: equal rows."
+    monkeypatch.chdir(tmp_path)
+    shell = CaptureShell(mpl_format=None)
+    for cell in cells(ROOT / "nbs/20_cram.ipynb", "code"):
+        code = source(cell)
+        if "#| eval: false" in code or "read_data(" in code or "log['" in code:
+            continue
+        if code.startswith("scale = "):
+            code = "scale, budget = 'tiny', '16384 tokens'"
+        shell.run(code + ";")
+        assert not shell.exc, shell.exc
+        if "folder = cram_verb(" in code:
+            break
+    run, words = Path(str(shell.user_ns["folder"])), shell.user_ns["words"]
+    work = Path(shell.user_ns["work"].name)
+    mine = cramnb("cram", *words, "name=mine", cwd=work)
+    assert mine.returncode == 0, mine.stderr
+
+    def rows(folder):
+        log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in row.items() if k not in CLOCKED} for row in log]
+
+    assert len(rows(run)) > 3 and rows(run) == rows(work / "runs/mine")
+    same = "model/model.safetensors"
+    assert (run / same).read_bytes() == (work / "runs/mine" / same).read_bytes()
+    scores = [json.loads((f / "glue.json").read_text()) for f in (run, work / "runs/mine")]
+    assert scores[0]["scores"] == scores[1]["scores"]
 
 
 def test_a_second_run_reuses_the_corpus_and_takes_the_next_name(done, texts):
