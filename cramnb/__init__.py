@@ -21,7 +21,8 @@
 - `cramnb.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
 - `cramnb.glue`: What GLUE asks, how its answers are counted, and a suite made from your own text
 - `cramnb.hub`: Checkpoints of the original in, ordinary Hugging Face folders out
-- `cramnb.launch`: Who am I, who is here, and who has died: what torchrun leaves to the program
+- `cramnb.launch`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?
+- `cramnb.live`: Loss, speed, memory and time left in a browser, without an account
 - `cramnb.masking`: Hide a quarter of the text, and ask for it back
 - `cramnb.mlm`: A decoder that looks only where it is asked, and the model classes
 - `cramnb.names`: Command lines of cramming, understood option for option
@@ -39,6 +40,7 @@
 - `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory
 - `cramnb.run`: Train inside a folder, and go on after a kill
 - `cramnb.runs`: Open, lock, list, and find a checkpoint
+- `cramnb.scaling`: What fits on a card, how many tokens a day is, and what a law learnt from small runs can promise
 - `cramnb.schedule`: Learning rate and batch size as functions of the share of the day that is spent
 - `cramnb.score`: Several seeds, the median, the spread, and why published averages differ
 - `cramnb.show`: One look for all chapters, and the short text they share
