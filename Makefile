@@ -25,6 +25,7 @@ ready: .venv/.installed
 
 docs: .venv/.installed
 	$(BIN)/nbdev-docs
+	$(BIN)/python tests/twins.py _docs
 
 notebooks: .venv/.installed
 	$(BIN)/jupyter lab nbs

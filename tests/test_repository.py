@@ -12,6 +12,7 @@ from pathlib import Path
 
 import figures
 import pytest
+import twins
 import yaml
 from conftest import ROOT
 from readme import readme
@@ -25,9 +26,15 @@ PARTS = {
 PAGES = {x["href"]: x["text"] for part in PARTS.values() for x in part}
 NOTEBOOKS = [ROOT / "nbs/index.ipynb", *(ROOT / "nbs" / href for href in PAGES)]
 CHAPTERS = [p for p in NOTEBOOKS[1:] if p.parent.name == "nbs"]
+PROJECTS = [p for p in NOTEBOOKS if p.parent.name == "projects"]
 ENGINE = [p for p in NOTEBOOKS if p.parent.name == "engine"]
 FLOOR = ("core", "fields", "options", "presets")
-COURSE = [x["href"][3:-6] for part in ("Data", "Model", "Training", "Judging") for x in PARTS[part]]
+COURSE = [
+    x["href"][3:-6]
+    for part in ("Data", "Model", "Training", "Judging")
+    for x in PARTS[part]
+    if "/" not in x["href"]
+]
 ABOVE = [x["href"][3:-6] for part in ("Understanding", "The day") for x in PARTS[part]]
 
 
@@ -186,12 +193,12 @@ def test_notebooks_and_modules_are_in_step_and_clean(tmp_path):
 
 def test_each_notebook_has_its_own_module_named_after_it():
     named = {p: module_of(p) for p in NOTEBOOKS}
-    without = [p.name for p, m in named.items() if m is None]
-    assert without == ["index.ipynb", "00_start.ipynb"]
+    without = {p for p, m in named.items() if m is None}
+    assert without == {NOTEBOOKS[0], CHAPTERS[0], *PROJECTS}, "only the index, start and projects"
     for path, module in named.items():
         if module:
             assert re.sub(r"^\d\d_", "", path.stem) == module
-    assert len({m for m in named.values() if m}) == len(NOTEBOOKS) - 2
+    assert len({m for m in named.values() if m}) == len(NOTEBOOKS) - len(without)
     assert {m for m in named.values() if m} == set(modules())
 
 
@@ -276,6 +283,8 @@ def test_the_sidebar_is_the_order():
     assert [p.name[:2] for p in CHAPTERS] == [f"{i:02}" for i in range(len(CHAPTERS))], "gaps"
     for path in CHAPTERS:
         assert PAGES[path.name] == f"{path.name[:2]} {title(path)}", "another title"
+    for path in PROJECTS:
+        assert PAGES[f"projects/{path.name}"] == title(path), "another title"
     for path in ENGINE:
         assert PAGES[f"engine/{path.name}"] == module_of(path)
     assert (ROOT / "nbs/_quarto.yml").resolve() == ROOT / "_quarto.yml"
@@ -310,6 +319,40 @@ def test_markdown_reads_well_everywhere(path):
             assert colab[1] == str(path.relative_to(ROOT)), f"the badge opens {colab[1]}"
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_pictures_are_described_and_no_page_loads_a_script(path):
+    "Each picture has a text for those who do not see it; HTML output would bring remote scripts."
+    for cell in cells(path, "code"):
+        shown = {kind for o in cell["outputs"] for kind in o.get("data", {})}
+        assert "text/html" not in shown, f"HTML output: {source(cell)[:80]}"
+        if shown & {"image/png", "image/svg+xml"}:
+            assert "#| fig-alt: " in source(cell), f"no fig-alt: {source(cell)[:80]}"
+
+
+def test_the_site_asks_no_other_server_and_has_a_face():
+    "Local fonts in light and dark, one picture for shared links, an icon, a page for lost readers."
+    html, website = SITE["format"]["html"], SITE["website"]
+    assert set(html["theme"]) == {"light", "dark"} and html["respect-user-color-scheme"]
+    for theme in html["theme"].values():
+        assert "fonts.scss" in theme
+    fonts = (ROOT / "nbs/fonts.scss").read_text(encoding="utf-8")
+    assert "$web-font-path: false;" in fonts and "http" not in fonts
+    for kind in ("image", "favicon"):
+        assert (ROOT / "nbs" / website[kind]).exists()
+    assert (ROOT / "nbs/404.qmd").exists() and (ROOT / "nbs" / html["css"]).exists()
+    assert website["repo-subdir"] == "nbs" and set(website["repo-actions"]) == {"issue", "source"}
+
+
+def test_plain_pages_are_where_the_docstrings_say(tmp_path):
+    "Each address in llms.txt and in a module's docstring gets a plain page, and no page is huge."
+    made = {str(p.relative_to(tmp_path)) for p in twins.main(tmp_path)}
+    text = (ROOT / "nbs/llms.txt").read_text(encoding="utf-8")
+    text += "".join(p.read_text(encoding="utf-8")[:2000] for p in (ROOT / "cramnb").glob("*.py"))
+    named = set(re.findall(r"https://cramnb\.github\.io/cramnb/([\w./]+\.md)", text))
+    assert len(named) > 40 and named <= made, named - made
+    assert sum(p.stat().st_size for p in tmp_path.rglob("*.md")) < 4_000_000
+
+
 def test_readme_is_the_index():
     for name, content in readme().items():
         assert (ROOT / name).read_bytes() == content, f"{name} is out of step: make readme"
@@ -337,6 +380,7 @@ def test_wheel_works_outside_the_repository(tmp_path):
     run(sys.executable, "-m", "build", "--no-isolation", "-o", tmp_path, clean)  # wheel from sdist
     wheel = next(tmp_path.glob("cramnb-*.whl"))
     assert wheel.stat().st_size < 300_000
+    run(sys.executable, "-m", "twine", "check", "--strict", *tmp_path.glob("cramnb-*"))
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
     python = tmp_path / "env/bin/python"
     purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
@@ -348,6 +392,9 @@ def test_wheel_works_outside_the_repository(tmp_path):
         "facts.json",
         "cram_cpu.json",
     }
+    text = next(libraries.glob("cramnb-*.dist-info/METADATA")).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        assert link.startswith("http"), f"dead on the page of the package index: {link}"
     entry = next(libraries.glob("cramnb-*.dist-info")) / "entry_points.txt"
     assert "cramnb=cramnb._modidx:d" in entry.read_text().replace(" ", "")
     code = (
