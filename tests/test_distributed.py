@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import cramnb, server
+from toy import ARCH
 
 from cramnb.checkpoint import checkpoints, save_checkpoint
 from cramnb.core import CramError, LostRank
@@ -32,13 +33,6 @@ from cramnb.options import Impl
 from cramnb.recipe import preset
 from cramnb.train import Stopped, Trainer
 
-ARCH = replace(
-    preset("arch", "tiny"),
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=64,
-)
 DATA = 5 + (torch.arange(256)[:, None] + torch.arange(16)) % 12  # rows that count up: easy to learn
 DATA[7, 2:] = 0  # a row with fewer tokens to ask for than others
 

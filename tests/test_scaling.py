@@ -13,7 +13,6 @@ from cramnb.mlm import build_model, count_parameters, flops_per_token
 from cramnb.options import Train
 from cramnb.recipe import PRESETS, crammed, preset, tiny
 from cramnb.scaling import (
-    MEMORY,
     Card,
     Law,
     describe,
@@ -25,6 +24,7 @@ from cramnb.scaling import (
     parameters_by_part,
     plan_run,
 )
+from cramnb.watch import MEMORY
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-crammed", "hf-bert-tiny", "crammed-bert"])
