@@ -71,6 +71,18 @@ def beside(name: str) -> Path:
     return folder
 
 
+def same_numbers(model, out, want: dict, facts: dict):
+    "Hidden states, asked logits and loss of a model equal those of the original's fixture."
+    import torch
+
+    close = dict(atol=1e-4, rtol=1e-4)
+    hidden = model.model(want["input_ids"]).last_hidden_state
+    torch.testing.assert_close(hidden, want["last_hidden_state"], **close)
+    asked = out.logits.flatten(0, 1)[want["masked_positions"]]
+    torch.testing.assert_close(asked, want["masked_logits"], **close)
+    assert out.loss.item() == pytest.approx(facts["loss"], rel=1e-5)
+
+
 def cramnb(*words: str, cwd: Path, timeout: int = 300, **env: str) -> subprocess.CompletedProcess:
     "Run the command as a user does, in a folder of its own."
     env = {
