@@ -31,7 +31,8 @@ STAGES = {  # the label of a box: the modules that work there
     'rows': 'packing store build ready',
     'masks': 'masking',
     'model': 'attention encoder mlm zoo scaling',
-    'training': 'optim schedule train distributed device watch live run runs trackers bench',
+    'training': 'optim schedule train distributed device watch live run runs trackers bench '
+    'claims consumer',
     'checkpoint': 'checkpoint original hub publish',
     'GLUE': 'glue exams',
     'score': 'finetune score probe report',

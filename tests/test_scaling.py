@@ -24,7 +24,7 @@ from cramnb.scaling import (
     parameters_by_part,
     plan_run,
 )
-from cramnb.watch import MEMORY
+from cramnb.cards import MEMORY
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-crammed", "hf-bert-tiny", "crammed-bert"])
