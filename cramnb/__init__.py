@@ -3,9 +3,11 @@
 - `cramnb.attention`: Attention by hand on four tokens, then by the fastest kernel at hand
 - `cramnb.bench`: The same work done our way and the usual way, in turns, in one run
 - `cramnb.build`: Read, cut repeats, filter: shard by shard, in stages that a kill cannot undo
+- `cramnb.cards`: One table of graphics cards: how fast, how much memory, and where that stands
 - `cramnb.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
 - `cramnb.clean`: A suffix array, a filter that remembers paragraphs, and near-duplicates
 - `cramnb.command`: Words become a verb and a recipe, and a mistake is told in one line, at once
+- `cramnb.consumer`: A hundred hours on 8 GB with Hugging Face's own parts, beside our engine, and what both are worth
 - `cramnb.core`: Errors with the nearest name, files written whole or not at all, and one door for everything that is read
 - `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
 - `cramnb.cram`: Raw text to score table, in three minutes or in twenty-four hours, by one command
@@ -24,6 +26,7 @@
 - `cramnb.launch`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?
 - `cramnb.live`: Loss, speed, memory and time left in a browser, without an account
 - `cramnb.masking`: Hide a quarter of the text, and ask for it back
+- `cramnb.memory`: What a pass keeps, counted with tensors that have a shape and no content
 - `cramnb.mlm`: A decoder that looks only where it is asked, and the model classes
 - `cramnb.names`: Command lines of cramming, understood option for option
 - `cramnb.optim`: AdamW by hand, Muon for matrices, and who gets weight decay

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, BertConfig, BertForMaskedLM
 from transformers import modeling_outputs as outputs
 from transformers.utils.generic import can_return_tuple
@@ -50,6 +49,48 @@ class HeadTransform(nn.Module):
         x = self.dense(x)
         return self.norm(F.gelu(x)) if self.kind == 'dense' else x
 
+# %% ../nbs/07_mlm.ipynb #k7chunk1
+def _errors(
+    x: Tensor,  # (n, D), a few rows
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+    labels: Tensor,  # (n,)
+) -> tuple[Tensor, Tensor]:  # summed loss, and (n, V): the gradient of the logits
+    "Loss of a few rows and what is wrong with their probabilities: p, less 1 at the answer."
+    answer = labels.clamp(min=0)[:, None]
+    p = F.linear(x, weight, bias).float().log_softmax(-1)
+    loss = -(p.gather(1, answer)[:, 0] * (labels != -100)).sum()
+    p.exp_().scatter_add_(1, answer, -torch.ones_like(answer, dtype=p.dtype))
+    return loss, p.to(x.dtype)
+
+# %% ../nbs/07_mlm.ipynb #k7chunk2
+class _LossInChunks(torch.autograd.Function):
+    "Summed cross-entropy of a linear decoder; the way forward makes the gradients, too."
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, chunk_size):
+        kind = F.linear(hidden[:1], weight[:1]).dtype  # autocast may want 16 bits
+        w, total, to_x, to_w, to_bias = weight.to(kind), 0.0, [], None, None
+        for x, y in zip(hidden.to(kind).split(chunk_size), labels.split(chunk_size)):
+            asked = (y != -100)[:, None].to(kind)
+            loss, wrong = _errors(x, w, bias, y)
+            total = total + loss
+            to_x.append((wrong @ w) * asked)
+            x = x * asked
+            to_w = (wrong.T @ x).to(weight.dtype) if to_w is None else to_w.add_(wrong.T @ x)
+            if bias is not None:
+                step = (wrong.T @ asked)[:, 0]
+                to_bias = step.to(bias.dtype) if to_bias is None else to_bias.add_(step)
+            del wrong  # before the next chunk needs the room
+        ctx.save_for_backward(torch.cat(to_x).to(hidden.dtype), to_w, to_bias)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        to_x, to_w, to_bias = ctx.saved_tensors
+        to_bias = to_bias if to_bias is None else to_bias * gradient
+        return to_x * gradient, to_w * gradient, to_bias, None, None
+
 # %% ../nbs/07_mlm.ipynb #a662f610
 def linear_cross_entropy(
     hidden: Tensor,  # (N, D)
@@ -57,17 +98,15 @@ def linear_cross_entropy(
     labels: Tensor,  # (N,), -100 where nothing is asked
     chunk_size: int = 0,  # rows whose logits are held at once (0: all)
 ) -> tuple[Tensor, Tensor | None]:  # scalar, nan if nothing is asked; logits (N, V) unless chunked
-    "Mean loss of a linear decoder. Chunks of logits are forgotten and made again."
+    "Mean loss of a linear decoder. Chunks of logits become gradients and are forgotten."
     if not chunk_size:
         logits = decoder(hidden)
         return F.cross_entropy(logits.float(), labels), logits
-
-    def summed(h, y):
-        return F.cross_entropy(decoder(h).float(), y, reduction='sum')
-
-    total = 0.0
-    for h, y in zip(hidden.split(chunk_size), labels.split(chunk_size)):
-        total = total + checkpoint(summed, h, y, use_reentrant=False, preserve_rng_state=False)
+    if torch.is_grad_enabled():
+        total = _LossInChunks.apply(hidden, decoder.weight, decoder.bias, labels, chunk_size)
+    else:
+        parts = zip(hidden.split(chunk_size), labels.split(chunk_size))
+        total = sum(F.cross_entropy(decoder(h).float(), y, reduction='sum') for h, y in parts)
     return total / (labels != -100).sum(), None
 
 # %% ../nbs/07_mlm.ipynb #923b1875

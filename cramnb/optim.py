@@ -15,6 +15,7 @@ __all__ = ['NO_DECAY', 'decay_groups', 'orthogonalise', 'AveragingOptimizer', 'M
 
 # %% ../nbs/09_optim.ipynb #dd096d99
 from dataclasses import fields
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +47,11 @@ def decay_groups(
 def orthogonalise(
     g: Tensor,  # (…, m, n) a gradient or momentum
     steps: int = 5,  # of the iteration
+    precision: torch.dtype = torch.float32,  # of the products on a CPU; a GPU takes bfloat16
 ) -> Tensor:  # (…, m, n) with all singular values near 1
     "Newton-Schulz iteration (Jordan et al. 2024): keep the directions, make their sizes equal."
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = g.bfloat16() if g.is_cuda else g.float()
+    x = g.bfloat16() if g.is_cuda or precision == torch.bfloat16 else g.float()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
@@ -140,6 +142,7 @@ class CombinedOptimizer:
 def build_muon(
     model: nn.Module,  # whose layers have matrices
     train: Train,  # reads lr, muon_lr, betas, eps, weight_decay
+    precision: torch.dtype = torch.float32,  # of `orthogonalise`
 ) -> CombinedOptimizer:  # Muon with `muon_lr`, and AdamW with `lr`
     "Muon on the layers' matrices; AdamW, without decay, on the rest. Raises CramError."
     matrices, rest = [], []
@@ -149,7 +152,9 @@ def build_muon(
             (matrices if is_hidden_matrix(name, p) else rest).append(p)
     if not matrices:
         raise CramError("train.optimizer=muon finds no layer matrices in this model: choose adamw.")
-    muon = Muon(matrices, lr=train.muon_lr, weight_decay=train.weight_decay)
+    polynomial = partial(orthogonalise, precision=precision)
+    how = dict(weight_decay=train.weight_decay, polynomial=polynomial)
+    muon = Muon(matrices, lr=train.muon_lr, **how)
     how = dict(lr=train.lr, betas=tuple(train.betas), eps=train.eps, weight_decay=0.0)
     return CombinedOptimizer(muon, torch.optim.AdamW(rest, fused=_fused(rest), **how))
 
@@ -188,7 +193,7 @@ def adamw_8bit(
     return AdamW8bit(groups, **options)
 
 # %% ../nbs/09_optim.ipynb #cc87ff03
-def _make(name, model, train):
+def _make(name, model, train, precision):
     "The optimizer of that name; to add one, add a line here and its name to Train.optimizer."
     groups, o = decay_groups(model, train.weight_decay), torch.optim
     adam = dict(lr=train.lr, betas=tuple(train.betas), eps=train.eps)
@@ -208,7 +213,7 @@ def _make(name, model, train):
         case 'lion':
             return Lion(groups, lr=train.lr, betas=train.betas)
         case 'muon':
-            return build_muon(model, train)
+            return build_muon(model, train, precision)
         case 'adamw8bit':
             return adamw_8bit(groups, **adam)
 
@@ -216,11 +221,12 @@ def _make(name, model, train):
 def build_optimizer(
     model: nn.Module,  # its parameters, grouped by name
     train: Train,  # reads optimizer, lr, muon_lr, betas, eps, momentum, weight_decay
+    precision: torch.dtype = torch.float32,  # of the run, for Muon's products
 ) -> Optimizer | CombinedOptimizer:  # each group remembers its peak rate under 'peak_lr'
     "One factory; decay is decoupled but in `adam` and `sgd`. Raises CramError for other names."
     known = next(f for f in fields(Train) if f.name == 'optimizer')
     check_value('train.optimizer', train.optimizer, known.metadata)
-    optimizer = _make(train.optimizer, model, train)
+    optimizer = _make(train.optimizer, model, train, precision)
     for group in optimizer.param_groups:
         group['peak_lr'] = group['lr']
     return optimizer

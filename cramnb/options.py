@@ -125,6 +125,7 @@ class Arch:
     use_bias: bool = option(False, 'biases in attention output, MLP and head transform')
     qkv_bias: bool = option(False, 'biases of query, key and value')
     qk_norm: bool = option(False, 'RMS-normalise queries and keys per head')
+    neighbours: bool = option(False, 'word vectors take in their neighbours, with learned weights')
     head_transform: str = one_of('none linear dense', "before the decoder; BERT's is dense")
     decoder_bias: bool = option(False, 'one bias per vocabulary entry')
     init: str = one_of('normal small megatron wang deepnorm orthogonal', 'how matrices are drawn')

@@ -124,10 +124,11 @@ _hf = dict(model_type='bert', hidden_act='gelu', max_position_embeddings=512,
 PRESETS['arch'] = {  # v1, v2: architecture files of the original's two versions
     'crammed-bert': {},  # paper, section 4.2; v2 crammed-bert
     'tiny': dict(_tiny, position_embedding_type='rotary', qk_norm=True,
-                 zero_init_residual=True),  # ours
+                 zero_init_residual=True, neighbours=True),  # ours
     'tiny-crammed': _tiny,  # ours: crammed-bert, small
     'modern': dict(position_embedding_type='rotary', norm_type='RMSNorm', norm_eps=1e-6,
-                   qk_norm=True, zero_init_residual=True, decoder_bias=True),  # ours
+                   qk_norm=True, zero_init_residual=True, neighbours=True,
+                   decoder_bias=True),  # ours
     'crammed-bert-simple': _12,  # v2 crammed-bert-simple
     'crammed-large-izsak': dict(_biased, hidden_size=1024, num_hidden_layers=24,
                                 num_attention_heads=16, intermediate_size=4096,

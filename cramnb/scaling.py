@@ -31,7 +31,7 @@ from .mlm import build_model, flops_per_token
 from .options import Arch, Train
 from .recipe import Recipe
 from .train import mlm_loss
-from .watch import MEMORY, PEAKS, card_peak
+from .cards import MEMORY, PEAKS, card_peak
 
 # %% ../nbs/18_scaling.ipynb #sc7904a5
 def parameters_by_part(

@@ -165,7 +165,7 @@ class Trainer:
 
     def __post_init__(self):
         self.microbatch_size = min(self.microbatch_size, self.train.batch_size)
-        self.optimizer = build_optimizer(self.model, self.train)
+        self.optimizer = build_optimizer(self.model, self.train, self.precision)
         self.device = next(self.model.parameters()).device
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.precision == torch.float16

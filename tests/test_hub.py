@@ -3,13 +3,15 @@
 import types
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
 
+import datasets
 import pytest
 import torch
-from conftest import beside, same_numbers
+from conftest import ROOT, beside, same_numbers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -24,10 +26,11 @@ from cramnb.command import main
 from cramnb.encoder import CrammedBertConfig
 from cramnb.hub import convert
 from cramnb.original import from_heads, from_original
-from cramnb.publish import publish, to_bert, upload, why_not_bert
+from cramnb.publish import publish, publish_corpus, to_bert, upload, why_not_bert
 from cramnb.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification
 from cramnb.core import CramError
-from cramnb.recipe import preset, tiny, to_dict
+from cramnb.recipe import compose, preset, tiny, to_dict
+from cramnb.store import prepare_corpus
 
 V1 = dict(
     z_loss_factor=0,
@@ -768,11 +771,11 @@ def test_push_asks_who_is_there_and_says_where_the_folder_is(run, monkeypatch):
             if not self.known:
                 raise OSError("no token")
 
-        def create_repo(self, name, exist_ok):
-            calls.append(name)
+        def create_repo(self, name, repo_type, exist_ok):
+            calls.append((name, repo_type))
 
-        def upload_folder(self, repo_id, folder_path):
-            calls.append(folder_path)
+        def upload_folder(self, repo_id, repo_type, folder_path):
+            calls.append((folder_path, repo_type))
             return f"https://example.org/{repo_id}"
 
     monkeypatch.setattr(publishing, "HfApi", Api)
@@ -782,8 +785,41 @@ def test_push_asks_who_is_there_and_says_where_the_folder_is(run, monkeypatch):
     monkeypatch.setattr(Api, "known", True)
     said = []
     publish(folder, push="me/small", say=said.append)
-    assert calls == ["me/small", folder / "hub"] and "me/small" in said[0]
+    assert calls == [("me/small", "model"), (folder / "hub", "model")] and "me/small" in said[0]
     assert upload(folder / "hub", "me/small").endswith("me/small")
+
+
+def test_a_corpus_goes_to_the_hub_and_comes_back(tmp_path, monkeypatch):
+    "Several files, a stand-in for the hub that keeps what it gets, and `data=tokens` reading it."
+    monkeypatch.setattr(publishing, "PART", 64)
+    kept = tmp_path / "hub"
+
+    class Api:
+        def whoami(self):
+            pass
+
+        def create_repo(self, name, repo_type, exist_ok):
+            assert (name, repo_type) == ("me/rows", "dataset")
+
+        def upload_folder(self, repo_id, repo_type, folder_path):
+            shutil.copytree(folder_path, kept)
+
+    monkeypatch.setattr(publishing, "HfApi", Api)
+    words = ["data=files", f"data.files={ROOT / 'README.md'},{ROOT / 'LAB.md'}"]
+    text = compose([*words, "data.vocab_size=512", "data.seq_length=16"]).data
+    corpus, _ = prepare_corpus(text, tmp_path / "data")
+    folder = publish_corpus(corpus, tmp_path / "rows", "me/rows")
+    assert len(list((folder / "data").iterdir())) == -(-len(corpus.rows) // 64) > 1
+    card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
+    assert card.data.to_dict()["configs"][0]["data_files"][0]["path"] == "data/train-*"
+    size = f"data.vocab_size={len(corpus.tokenizer)}"
+    words = ["data=pile-readymade", f"data.hub_path={kept}", size, "data.seq_length=16"]
+    back, _ = prepare_corpus(compose(words).data, tmp_path / "data")
+    there = sorted(map(bytes, [*back.rows[:], *back.heldout[:]]))
+    assert there == sorted(map(bytes, corpus.rows[:]))
+    sample = "The rows of a corpus."
+    assert back.tokenizer(sample)["input_ids"] == corpus.tokenizer(sample)["input_ids"]
+    assert datasets.load_dataset(str(kept), split="train")[0]["input_ids"] == list(corpus.rows[0])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import beside, same_numbers
+import toy
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -353,3 +354,25 @@ def test_the_first_version_of_the_name_is_understood():
     assert compose(["arch=v1/bert-c5"]).arch == compose(["arch=bert-c5"]).arch
     with pytest.raises(CramError, match="Did you mean 'bert-c5'"):
         compose(["arch=v1/bert-c55"])
+
+
+@pytest.mark.parametrize("kind", ["padding", "documents", "pairs", "added"])
+def test_neighbours_do_not_reach_over_a_border(kind):
+    """With every kind of mask a token is worth the same, whatever stands beyond the border."""
+    torch.manual_seed(0)
+    model = build_model(replace(toy.ARCH, neighbours=True), 100).eval().requires_grad_(False)
+    model.model.embeddings.neighbours.weight.normal_()
+    ids = torch.randint(5, 100, (2, 12))
+    other = torch.cat([ids[:, :8], torch.randint(5, 100, (2, 4))], dim=1)
+    first = torch.arange(12) < 8
+    pairs = (first[:, None] == first[None]).expand(2, 12, 12)
+    given = dict(
+        padding=dict(attention_mask=first.long().expand(2, 12)),
+        documents=dict(document_ids=first.long().expand(2, 12)),
+        pairs=dict(attention_mask=pairs),
+        added=dict(attention_mask=torch.where(pairs, 0.0, -torch.inf)[:, None]),
+    )[kind]
+    a, b = (model(x, **given).logits[:, :8] for x in (ids, other))
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(a, model(ids[:, :8]).logits, atol=1e-5, rtol=1e-4)
+    assert (model(ids).logits[:, :8] - a).abs().max() > 1e-3

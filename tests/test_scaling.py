@@ -2,29 +2,36 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import test_widgets
 from conftest import ROOT, cramnb
+from test_widgets import lab, wait  # noqa: F401
 
+from cramnb.cards import MEMORY, PEAKS, Card, card_key, find_card
 from cramnb.core import CramError
+from cramnb.masking import mask_tokens
+from cramnb.memory import activation_bytes, fit_memory, kept_bytes, memory_needed
+from cramnb.memory import parameters_by_part
 from cramnb.mlm import build_model, count_parameters, flops_per_token
 from cramnb.options import Train
 from cramnb.recipe import PRESETS, crammed, preset, tiny
 from cramnb.scaling import (
-    Card,
     Law,
+    bert_flops,
+    corpus_rows,
     describe,
-    find_card,
+    disk_needed,
+    expected_loss,
     fit_law,
-    kept_bytes,
-    activation_bytes,
-    memory_needed,
-    parameters_by_part,
+    plan_here,
+    plan_lines,
     plan_run,
 )
-from cramnb.cards import MEMORY
+from cramnb.train import mlm_loss
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-crammed", "hf-bert-tiny", "crammed-bert"])
@@ -35,14 +42,60 @@ def test_parts_add_up_to_the_model(name):
     assert sum(parameters_by_part(arch, 4096).values()) == whole
 
 
+def really_kept(arch, vocab_size, rows, T, precision):
+    "The same with tensors that have a content."
+    torch.manual_seed(0)
+    model, kept = build_model(arch, vocab_size).train(), {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    ids = torch.randint(0, vocab_size, (rows, T))
+    batch = mask_tokens(ids, mlm_probability=0.25, mask_token_id=0, vocab_size=vocab_size)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+            mlm_loss(model, batch)
+    for p in model.parameters():
+        kept.pop(p.untyped_storage().data_ptr(), None)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
 @pytest.mark.parametrize("name", [n for n in PRESETS["arch"] if "tiny" in n])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_what_a_pass_keeps_is_predicted_from_smaller_passes(name, precision):
-    torch.manual_seed(0)
     arch = replace(preset("arch", name), num_hidden_layers=5)
-    fixed, row = activation_bytes(arch, 512, 64, 0.25, precision)
-    real = kept_bytes(build_model(arch, 512).train(), 7, 64, 0.25, precision)
+    parts = activation_bytes(arch, 512, 64, 0.25, precision)
+    fixed, row = (end + 5 * layer for end, layer in zip(parts["ends"], parts["layer"]))
+    real = really_kept(arch, 512, 7, 64, precision)
     assert fixed + 7 * row == pytest.approx(real, rel=0.01)
+    assert kept_bytes(arch, 512, 7, 64, 0.25, precision) == pytest.approx(real, rel=0.001)
+
+
+def test_counting_draws_nothing_and_holds_nothing():
+    torch.manual_seed(3)
+    want = torch.rand(1)
+    torch.manual_seed(3)
+    wide = replace(preset("arch", "crammed-bert"), hidden_size=65536, num_attention_heads=64)
+    assert memory_needed(wide, 2**20, Train()).total(1) > 1e12
+    assert torch.equal(torch.rand(1), want)
+
+
+def test_a_limit_becomes_a_pass_or_one_message():
+    gb = lambda n, *words: fit_memory(crammed(*words), n * 1e9)
+    fits = [gb(n) for n in (2.5, 3, 4, 8, 24, 48)]
+    assert all(fit.needed <= 0.9 * n * 1e9 for fit, n in zip(fits, (2.5, 3, 4, 8, 24, 48)))
+    assert [fit.recompute for fit in fits] == [True, True, False, False, False, False]
+    assert gb(8).microbatch == 32 and sum(gb(8).parts.values()) == gb(8).needed
+    assert gb(8, "impl.microbatch_size=16").microbatch == 16
+    assert fit_memory(crammed(), 80e9, most=32).microbatch == 32
+    with pytest.raises(CramError, match="at most impl.microbatch_size=32|128"):
+        gb(8, "impl.microbatch_size=512")
+    with pytest.raises(CramError, match="adamw8bit would fit"):
+        gb(2)
+    with pytest.raises(CramError, match="give a smaller model"):
+        gb(0.5)
+    assert gb(2, "train.optimizer=adamw8bit").microbatch >= 1
 
 
 def test_a_pass_that_fits_fits_and_twice_as_many_rows_do_not():
@@ -67,24 +120,70 @@ def test_optimizers_differ_in_their_averages():
 
 
 def test_every_card_has_a_peak_and_every_spelling_is_read():
+    assert set(MEMORY) == set(PEAKS)
     for name in MEMORY:
         assert find_card(name).peak > 0
-        assert find_card(name.lower().replace(" ", "")).name == name
-        assert find_card("NVIDIA GeForce " + name).name == name
+        for written in (name.lower().replace(" ", ""), "NVIDIA GeForce " + name, name.lower()):
+            assert find_card(written).name == name
+    assert card_key("rtx_3060-ti") == card_key("3060 Ti") == "RTX 3060 TI"
+    assert card_key("RTX 4090 Laptop") is None and card_key("") is None
     with pytest.raises(CramError, match="Did you mean 'rtx3090'"):
         find_card("rtx3091")
 
 
 def test_a_plan_says_three_lines_and_a_day_is_the_published_day():
     plan = plan_run(crammed(), find_card("RTX A6000"))
-    assert plan.tokens == pytest.approx(8.9e9, rel=0.01) and not plan.measured
+    assert plan.tokens == pytest.approx(8.9e9, rel=0.01) and not plan.how
     lines = describe(plan)
     assert len(lines) == 3 and "119.6 million parameters" in lines[0]
     assert "not measured" in lines[1] and "24 hours" in lines[2]
     small = replace(find_card("RTX A6000"), memory=1e9)
-    assert "not even one row fits" in describe(plan_run(crammed(), small))[0]
+    assert (
+        "a pass of 1 row needs 2 GB, and the limit is 1 GB"
+        in describe(plan_run(crammed(), small))[0]
+    )
     half = plan_run(crammed("budget=12"), find_card("RTX A6000"))
     assert half.tokens == pytest.approx(plan.tokens / 2)
+
+
+def test_a_budget_in_tokens_or_updates_speaks_of_them():
+    words = "train.progress=tokens", "train.max_tokens=1000000000"
+    plan = plan_run(crammed(*words), find_card("a6000"))
+    assert plan.tokens == 1e9 and plan.hours == pytest.approx(1e9 / plan.rate / 3600)
+    assert describe(plan)[2].startswith("train.max_tokens=1000000000, about 2.69 hours: 1.0 bil")
+    words = "train.progress=updates", "train.max_updates=100", "train.batch_size_ramp=0"
+    plan = plan_run(tiny(*words), find_card("a6000"))
+    assert plan.tokens == 100 * 32 * 128 and "train.max_updates=100" in describe(plan)[2]
+    ramp = "train.batch_size_ramp=0.5", "train.batch_size=512", "impl.microbatch_size=32"
+    assert plan_run(tiny(*words, *ramp), find_card("a6000")).tokens < 0.8 * 100 * 512 * 128
+
+
+def test_epochs_disk_and_share_of_bert_are_in_the_lines(tmp_path):
+    assert corpus_rows(crammed()) == 85_000_000, "published rows"
+    assert corpus_rows(tiny(f"impl.path={tmp_path}")) == 0
+    plan = plan_run(crammed(), find_card("a6000"), rows=85_000_000)
+    lines = dict(plan_lines(plan))
+    assert lines["epochs"] == "0.82 times 85.0 million rows" and "peak 154.8" in lines["machine"]
+    assert bert_flops() == pytest.approx(28.5e18, rel=0.02) and "19.1 % of" in lines["arithmetic"]
+    disk = disk_needed(plan)
+    assert disk["rows"] == 2 * 128 * 85_000_000 and disk["model"] == 4 * 119_589_889
+    assert "no forecast" in lines["held-out loss"]
+
+
+def test_the_loss_of_a_run_near_the_law_is_forecast_with_its_error():
+    near = tiny("train.progress=tokens", "train.max_tokens=3035136")
+    measured = json.loads((ROOT / "nbs/data/cram_cpu.json").read_text(encoding="utf-8"))
+    loss, error = expected_loss(plan_run(near, Card("two cores", 0.0, 8e9, ""), rate=16_853.0))
+    assert abs(loss - measured["heldout"]) < error < 0.2
+    assert expected_loss(plan_run(crammed(), find_card("h200"))) is None
+    far = tiny("train.progress=tokens", "train.max_tokens=30351360")
+    assert expected_loss(plan_run(far, find_card("h200"))) is None
+    assert expected_loss(plan_run(tiny("data.vocab_size=8192"), find_card("h200"))) is None
+
+
+def test_this_machine_is_refused_what_it_cannot_hold_before_anything_is_built():
+    with pytest.raises(CramError, match="a pass of 1 row needs"):
+        plan_here(tiny("arch.hidden_size=65536"), torch.device("cpu"))
 
 
 def test_epochs_are_tokens_over_the_corpus():
@@ -113,9 +212,72 @@ def test_committed_runs_are_whole():
 
 def test_the_verb_plans_for_a_card_and_says_a_wrong_name(tmp_path):
     done = cramnb("plan", "gpu=rtx4090", "budget=24", cwd=tmp_path)
-    assert done.returncode == 0 and "RTX 4090" in done.stdout, done.stderr
-    assert "119.6 million parameters" in done.stdout and "24 hours" in done.stdout
+    assert done.returncode == 0 and "RTX 4090, 24 GB" in done.stdout, done.stderr
+    assert "119.6 million" in done.stdout and "24 hours" in done.stdout
+    assert "not measured" in done.stdout
     wrong = cramnb("plan", "gpu=rtx4091", cwd=tmp_path)
     assert wrong.returncode == 2 and "rtx4090" in wrong.stderr and "Traceback" not in wrong.stderr
     here = cramnb("plan", cwd=tmp_path)
-    assert here.returncode == 0 and "measured" in here.stdout and not list(tmp_path.iterdir())
+    assert here.returncode == 0 and "measured with" in here.stdout and not list(tmp_path.iterdir())
+    assert "this processor" in here.stdout or "GB, peak" in here.stdout
+
+
+def planner() -> str:
+    "The cell of chapter 18 that draws the planner, with what stands before it."
+    cells = json.loads((ROOT / "nbs/18_scaling.ipynb").read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(c["source"]) for c in cells]
+    cell = next(s for s in sources if "def draw_plan" in s)
+    before = (
+        "import matplotlib.pyplot as plt",
+        "from cramnb.cards import find_card",
+        "from cramnb.recipe import crammed",
+        "from cramnb.scaling import corpus_rows, describe, plan_run",
+        "from cramnb.show import interact",
+        "asked_for = ['RTX 3060 TI', 'RTX 4090']",
+        "shades = dict(weights='b', gradients='b', optimizer='b', activations='r', logits='y')",
+    )
+    return "\n".join(before) + "\n" + cell.replace("interact(\n", "view = interact(\n")
+
+
+def test_the_planner_redraws_when_a_control_is_moved(monkeypatch):
+    pytest.importorskip("ipywidgets")
+    from cramnb import show
+
+    shown = []
+    handle = SimpleNamespace(update=shown.append)
+
+    def display(*values, display_id=None):
+        shown.extend(values)
+        return handle if display_id else None
+
+    monkeypatch.setattr(show, "get_ipython", lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setattr(show, "display", display)
+    space = {}
+    exec(planner(), space)
+    title = lambda: shown[-1].axes[0].get_title(loc="left")
+    assert "of 8 GB with passes of 32 rows" in title() and "24 hours" in title()
+    controls = space["view"].controls
+    controls["card"].value = "RTX 4090"
+    assert "of 24 GB with passes of 128 rows" in title()
+    controls["hours"].value, controls["layers"].value = 48, 8
+    assert "48 hours" in title() and "72.4 million parameters" in title()
+
+
+@pytest.fixture
+def planner_cell(monkeypatch):
+    monkeypatch.setattr(test_widgets, "CELL", planner())
+
+
+@pytest.mark.skipif(not (test_widgets.BROWSER and test_widgets.PARTS), reason="no browser")
+def test_the_planner_moves_in_jupyterlab(planner_cell, lab):  # noqa: F811
+    wait(lambda: lab.js("!!(window.jupyterapp && document.querySelector('.jp-Notebook .jp-Cell'))"))
+    wait(lambda: lab.js("jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status"))
+    lab.js("void jupyterapp.commands.execute('notebook:run-all-cells')")
+    picture = "document.querySelector('.jp-OutputArea img')?.src"
+    first = wait(lambda: lab.js(picture), 240)
+    wait(lambda: lab.js("!!document.querySelector('.noUi-handle')"))
+    lab.js("document.querySelector('.noUi-handle').focus()")
+    lab.key("ArrowRight", 39)
+    wait(lambda: lab.js(picture) not in (None, first), 60)
+    text = lab.js("document.querySelector('.jp-OutputArea').innerText")
+    assert "Error" not in text and "Traceback" not in text

@@ -1,0 +1,226 @@
+"""Chapter 20: the rule of its verdicts, its readers where data is missing, sources, numbers."""
+
+import ast
+import json
+import math
+import re
+import statistics
+
+import pytest
+from conftest import ROOT
+from test_repository import cells, source
+
+PAGE = ROOT / "nbs/20_claims.ipynb"
+DATA = ROOT / "nbs/data"
+CLAIMS = json.loads((DATA / "claims.json").read_text(encoding="utf-8"))
+NOT = "not measured"
+SIDES = ("faithful", "modern")
+
+
+def stored(name):
+    path = DATA / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+@pytest.fixture(scope="module")
+def page():
+    "The functions of the page, without its runs: imports and definitions only."
+    space = dict(NOT=NOT, NAMES=("faithful", "positions", "modern"))
+    for cell in cells(PAGE, "code"):
+        for node in ast.parse(source(cell)).body:
+            if isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)):
+                exec(compile(ast.Module([node], []), "page", "exec"), space)
+    return space
+
+
+def log(side="faithful", before=(4.0, 4.02), after=(3.5, 3.52), change="x=on", ingredient="x"):
+    row = dict(side=side, ingredient=ingredient, change=change, heldout=list(after))
+    base = {side: dict(heldout=list(before))}
+    return dict(noise={side: [4.0, 4.02]}, base=base, rows=[row])
+
+
+CLAIM = dict(ingredient="x", on=["x=on"], off=["x=off"], side="faithful", says="helps")
+
+
+# --- the rule
+
+
+def test_twice_the_error_decides_and_a_tie_does_not_count(page):
+    seen = page["seen"]
+    assert [seen(g, 1.0) for g in (-2.1, -2.0, 0.0, 2.0, 2.1)] == [
+        "hurts",
+        "no gain",
+        "no gain",
+        "no gain",
+        "helps",
+    ]
+    assert seen(5.0, math.inf) == "no gain"
+    assert seen(0.0, 0.0) == "no gain" and seen(1e-9, 0.0) == "helps"
+
+
+def test_noise_is_pooled_over_settings_and_ignores_single_runs(page):
+    noise = page["noise_of"]
+    assert noise([[1.0, 3.0], [10.0, 12.0], [7.0]]) == pytest.approx(math.sqrt(2))
+    assert noise([]) == noise([[1.0]]) == math.inf
+    assert noise([[1.0, 2.0, 3.0], [5.0, 5.0]]) == pytest.approx(math.sqrt(2 / 3))
+
+
+def test_error_falls_with_the_number_of_runs_of_both_arms(page):
+    gain, error = page["gain_of"]([3.0, 5.0], [3.0] * 8, 0.1)
+    assert gain == 1.0 and error == pytest.approx(0.1 * math.sqrt(1 / 2 + 1 / 8))
+
+
+@pytest.mark.parametrize(
+    "says, after, expected",
+    [
+        ("helps", (3.5, 3.5), "agrees"),
+        ("helps", (4.0, 4.02), "differs"),
+        ("helps", (4.5, 4.5), "differs"),
+        ("hurts", (4.5, 4.5), "agrees"),
+        ("hurts", (4.0, 4.02), "differs"),
+        ("no gain", (4.0, 4.02), "agrees"),
+        ("no gain", (4.5, 4.5), "agrees"),
+        ("no gain", (3.5, 3.5), "differs"),
+    ],
+)
+def test_verdict(page, says, after, expected):
+    claim = CLAIM | dict(says=says)
+    assert page["verdict"](claim, log(after=after)) == expected
+    off = log(before=after, after=(4.0, 4.02), change="x=off")
+    off["noise"]["faithful"] = [4.0, 4.02]
+    assert page["verdict"](claim, off) == expected, "taking it away must mean the same"
+
+
+def test_a_claim_is_judged_on_its_own_side_first(page):
+    both = log("faithful", after=(3.5, 3.5))
+    other = log("modern", after=(4.5, 4.5))
+    for key in ("noise", "base"):
+        both[key] |= other[key]
+    both["rows"] += other["rows"]
+    assert page["verdict"](CLAIM, both) == "agrees"
+    assert page["verdict"](CLAIM | dict(side="modern"), both) == "differs"
+    assert page["verdict"](CLAIM | dict(side="modern"), log()) == "agrees", "the other side, then"
+
+
+def test_losses_of_other_tokens_are_not_compared(page):
+    claim = CLAIM | dict(on=["data.vocab_size="], off=[])
+    small = log(change="data.vocab_size=4096")
+    assert page["verdict"](claim, small) == NOT
+    small["rows"][0]["per_character"], small["base"]["faithful"]["per_character"] = [1.2], [1.0]
+    assert page["effect"](claim, small, "faithful")[0] == pytest.approx(-0.2)
+
+
+def test_a_sweep_is_inside_only_if_both_neighbours_of_each_rate_were_tried(page):
+    inside, best = page["is_inside"], page["best_of"]
+    assert inside({(1,): 3, (2,): 1, (4,): 2}) and not inside({(1,): 1, (2,): 2})
+    cross = {(2, 2): 1, (1, 2): 2, (4, 2): 2, (2, 1): 2, (2, 4): 2}
+    assert best(cross) == (2, 2) and inside(cross)
+    del cross[2, 4]
+    assert not inside(cross), "no larger second rate"
+    assert not inside(cross | {(4, 4): 2}), "a corner is not a neighbour"
+
+
+def test_time_to_a_loss(page):
+    to, curve = page["seconds_to"], [(0, 0, 4.0), (10, 1, 3.0), (20, 2, 3.5), (30, 3, 2.0)]
+    assert to(curve, 3.5) == 5.0 and to(curve, 3.0) == 10.0 and to(curve, 5.0) == 0
+    assert to(curve, 2.75) == 25.0 and to(curve, 1.9) == math.inf
+    assert page["loss_at"](curve, 25) == 2.75
+
+
+# --- readers without data
+
+
+def test_readers_say_not_measured(page):
+    assert page["verdict"](CLAIM, {}) == page["verdict"](CLAIM | dict(ingredient=""), log()) == NOT
+    assert page["effect"](CLAIM, dict(rows=log()["rows"]), "faithful") is None, "no base"
+    one = log(before=(4.0,), after=(3.5,))
+    one["noise"] = {}
+    assert page["verdict"](CLAIM, one) == NOT, "no noise, no verdict"
+    assert "unknown noise" in page["told"](page["effect"](CLAIM, one, "faithful"))
+    assert page["told"](None) == page["draw_effects"]({}) == page["draw_runs"]({}) == NOT
+    assert page["draw_sweep"]({"faithful": {}}) == page["draw_parts"]({}, 0) == NOT
+    assert page["parts_of_sweep"](dict(faithful={}, positions={}, modern={})) == {}
+    assert page["compare"]({}, "modern", "faithful") == [NOT] * 3
+    assert {reached for _, _, reached in page["goals_of"]({})} == {NOT}
+    assert page["medians"]({}) == {} and page["cell"]({}, "modern") == NOT
+    assert page["against_untrained"](dict(modern=[1.0]), "modern") == NOT
+    assert page["speeds"](log()) == page["data_rows"]({}) == []
+    assert set(page["ingredients"](CLAIMS, {})) == {
+        c["ingredient"] for c in CLAIMS["claims"] if c["ingredient"] and c["on"]
+    }
+
+
+def test_rates_with_and_without_muon(page):
+    sweep = [dict(arm="a", lr=1, muon_lr=None, heldout=2.0), dict(arm="a", lr=1, heldout=4.0)]
+    sweep += [dict(arm="b", lr=1, muon_lr=2, heldout=3.0)]
+    assert page["tried_by"](dict(sweep=sweep), "a") == {(1,): 3.0}
+    assert page["tried_by"](dict(sweep=sweep), "b") == {(1, 2): 3.0}
+
+
+# --- sources
+
+
+def test_every_claim_has_a_source_and_says_something():
+    assert len({c["key"] for c in CLAIMS["claims"]}) == len(CLAIMS["claims"])
+    for c in [*CLAIMS["claims"], *CLAIMS["groups"], CLAIMS["glue_spread"]]:
+        assert c["where"].strip() and c["url"].startswith("https://"), c
+    for c in CLAIMS["claims"]:
+        assert c["claim"].strip() and c["published"].strip(), c["key"]
+        assert c["says"] in ("helps", "hurts", "no gain") and c["side"] in SIDES, c["key"]
+        assert not re.search(r"recall|not checked", json.dumps(c)), c["key"]
+
+
+ASKED = (
+    "muon, schedule, mask schedule, rotary, qk norm, zero init, geglu, relu2, rmsnorm, batch ramp, "
+    "weight decay, sep, cls, document isolation, filter, deduplication, vocabulary, dropout, "
+    "pre norm, biases, order"
+)
+
+
+def test_every_ingredient_has_a_row_measured_or_not():
+    assert {c["ingredient"] for c in CLAIMS["claims"]} >= set(ASKED.split(", "))
+    assert [g["points"] for g in CLAIMS["groups"]] == [2.0, 1.0, 0.5], "table 5"
+
+
+def test_what_was_measured_is_found_by_a_claim(page):
+    "A row that no claim reads would be lost; a change must say in which direction it goes."
+    known = {}
+    for c in CLAIMS["claims"]:
+        known.setdefault(c["ingredient"], []).append(c)
+    for row in stored("ablations.json").get("rows", []):
+        there = known.get(row["ingredient"], [])
+        assert there, f"no claim about {row['ingredient']}"
+        told = [page["switches_on"](row["change"], c) for c in there]
+        assert any(on is not None for on in told), f"on or off? {row['change']}"
+        assert row["side"] in SIDES
+
+
+# --- numbers
+
+
+def outputs():
+    "All text that the page shows."
+    text = []
+    for cell in cells(PAGE, "code"):
+        for out in cell["outputs"]:
+            data = out.get("data", {})
+            text += ["".join(data.get("text/markdown") or data.get("text/plain") or "")]
+    return "\n".join(text)
+
+
+def test_the_page_shows_what_the_data_says(page):
+    shown, arms = outputs(), stored("arms.json")
+    for arm in page["NAMES"]:
+        losses = page["final_losses"](arms, arm)
+        assert (f"{statistics.fmean(losses):.3f}" if losses else NOT) in shown, arm
+    ablations = stored("ablations.json")
+    for claim in CLAIMS["claims"]:
+        line = next(x for x in shown.splitlines() if x.startswith(f"| {claim['claim']} |"))
+        assert line.endswith(f"| {page['verdict'](claim, ablations)} |"), claim["key"]
+        assert claim["where"] in line
+
+
+def test_measured_numbers_stand_in_outputs_and_not_in_prose():
+    "A loss or a gain with three digits after the point is computed, never typed."
+    for cell in cells(PAGE, "markdown"):
+        assert not re.search(r"\d\.\d{3}\b", source(cell)), source(cell)[:80]
