@@ -1,8 +1,7 @@
 """The committed comparison of chapter 21: `python tests/log_consumer.py TEXT > consumer.json`.
 
-TEXT is a JSON-lines file; parts of it are read. First four ways to train one model for the same
-seconds of one processor, in turns, with two seeds; then the memory that preparing takes, for more
-and more text.
+TEXT is a JSON-lines file; parts of it are read. Four ways to train a small model for the same
+seconds of one processor, in turns, with two seeds.
 """
 
 import json
@@ -27,7 +26,7 @@ from cramnb.recipe import compose
 from cramnb.run import make_trainer
 from cramnb.sources import documents
 from cramnb.store import prepare_corpus
-from cramnb.train import heldout_batches, heldout_loss
+from cramnb.train import heldout_batches, heldout_loss, unigram_entropy
 
 SECONDS, ROWS, PILOT, VOCAB = 120.0, 16, 10.0, 4096
 SIZES = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512)
@@ -164,47 +163,9 @@ def side_by_side(text: Path, folder: Path, seeds=(0, 1)) -> dict:
             if seed == seeds[0]:
                 model.save_pretrained(folder / name)
                 corpus.tokenizer.save_pretrained(folder / name)
-    return dict(seconds=SECONDS, rows=ROWS, sizes=SIZES, vocab_size=VOCAB, runs=runs)
-
-
-def peak_of(words: list[str]) -> tuple[int, float]:
-    "The most bytes that a command and its helpers held at once, and its seconds."
-    import psutil
-
-    began, top = time.monotonic(), 0
-    done = subprocess.Popen([sys.executable, "-m", "cramnb", *words], stdout=subprocess.DEVNULL)
-    while done.poll() is None:
-        try:
-            family = [psutil.Process(done.pid)]
-            family += family[0].children(recursive=True)
-            top = max(top, sum(p.memory_full_info().pss for p in family))
-        except psutil.Error:
-            pass
-        time.sleep(0.25)
-    if done.returncode:
-        raise SystemExit(f"cramnb {' '.join(words)} failed")
-    return top, time.monotonic() - began
-
-
-def memory(text: Path, folder: Path) -> list[dict]:
-    "Two local files, mixed as Wikipedia and the books are, with and without cleaning."
-    lines = subprocess.run(["gzip", "-dc", text], stdout=subprocess.PIPE, check=True).stdout
-    half = lines.index(b"\n", len(lines) // 4) + 1
-    for name, part in (("books", lines[:half]), ("wiki", lines[half:])):
-        (folder / f"{name}.jsonl").write_bytes(part)
-    mix = f"data.mix={folder / 'books.jsonl'}:4.9,{folder / 'wiki.jsonl'}:20"
-    out = []
-    for megabytes in (25, 50, 100, 200):
-        for clean in (False, True):
-            steps = dict(deduplicate=clean, trash_cutoff=0.25 * clean, vocab_size=32768)
-            steps |= dict(max_megabytes=megabytes)
-            place = folder / f"memory_{megabytes}_{clean}"
-            command = ["data", "data=mix", mix, *words("data", steps), f"impl.path={place}"]
-            peak, took = peak_of(command)
-            seconds = round(took)
-            out.append(dict(megabytes=megabytes, clean=clean, peak=peak, seconds=seconds))
-            print(out[-1], file=sys.stderr)
-    return out
+    unigram = round(unigram_entropy(corpus.token_counts, packed), 4)
+    about = dict(seconds=SECONDS, rows=ROWS, sizes=SIZES, vocab_size=VOCAB, unigram=unigram)
+    return about | dict(runs=runs)
 
 
 def main(text: Path) -> dict:
@@ -223,13 +184,11 @@ def main(text: Path) -> dict:
         same=" ".join(same_words(SECONDS)),
         own=" ".join(own_words(SECONDS)),
     )
-    about |= side_by_side(text, folder)
-    return about | dict(memory=memory(text, folder))
+    return about | side_by_side(text, folder)
 
 
 if __name__ == "__main__":
     result = main(Path(sys.argv[1]))
-    lists = {k: ",\n  ".join(map(json.dumps, result.pop(k))) for k in ("runs", "memory")}
+    runs = ",\n  ".join(map(json.dumps, result.pop("runs")))
     head = json.dumps(result, indent=1)[:-2]
-    tail = ",\n".join(f' "{k}": [\n  {rows}\n ]' for k, rows in lists.items())
-    print(f"{head},\n{tail}\n}}")
+    print(f'{head},\n "runs": [\n  {runs}\n ]\n}}')

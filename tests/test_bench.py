@@ -1,6 +1,7 @@
 """Measuring side by side: turns, honest arms, and the command."""
 
 import json
+import os
 
 import numpy as np
 import datasets
@@ -22,7 +23,10 @@ from cramnb.bench import (
 )
 from cramnb.core import CramError
 from cramnb.recipe import compose
-from cramnb.rivals import run_arm
+from cramnb.rivals import beside_transformers, run_arm
+from cramnb.steps import Side, Way, best_way, check_equal, original_code, own_words, random_batch
+from cramnb.steps import step_recipe
+from cramnb.throughput import matmul_rate
 
 
 class Clock:
@@ -98,6 +102,7 @@ MISTAKES = [
     (["rounds=²"], "rounds=²"),
     (["data.vocab=3"], "data.vocab_size"),
     (["data=fils"], "'files'"),
+    (["stepp"], "'step'"),
 ]
 
 
@@ -190,3 +195,121 @@ def test_an_arm_that_fails_is_named(tmp_path):
     (tmp_path / "text.json").write_text("{}")
     with pytest.raises(CramError, match="the arm 'ours' failed: .*text.jsonl"):
         run_arm("ours", tmp_path / "text.jsonl", tmp_path)
+
+
+# --- a step of training
+
+TOY = "arch=tiny-crammed data.vocab_size=300 data.seq_length=32 impl.microbatch_size=4".split()
+NONE = dict(compiled="none")
+
+
+def test_words_of_the_bench_are_told_apart():
+    own, rest = own_words(["step", "bench.original=here", "rounds=2", "bench.lend=True"])
+    assert own == dict(original="here", lend="True") and rest == ["step", "rounds=2"]
+    with pytest.raises(CramError, match="bench.origin is not an option of the bench"):
+        own_words(["bench.origin=here"])
+
+
+def test_a_step_has_small_sizes_unless_others_are_named():
+    assert step_recipe(["step"], small=True).arch.hidden_size == 256
+    full = step_recipe(["step", "arch=crammed-bert"], small=True)
+    assert full.arch.hidden_size == 768 and full.train.optimizer == "adamw"
+    assert step_recipe(["gpu"], small=False).arch.hidden_size == 768
+
+
+@pytest.mark.parametrize("heads, layers", [(2, 1), (4, 3)])
+def test_our_bert_and_theirs_are_one_function(heads, layers):
+    words = [*TOY, f"arch.num_attention_heads={heads}", f"arch.num_hidden_layers={layers}"]
+    recipe = compose(words)
+    torch.manual_seed(layers)
+    ours, theirs, translate = beside_transformers(recipe.arch, 300, compiled=False)
+    with torch.no_grad():
+        for p in theirs.model.parameters():
+            p += 0.05 * torch.randn_like(p)
+    batch = random_batch(4, 300, 0.25, 32)
+    assert check_equal(ours, theirs, translate, batch) > 1 - 1e-6
+    with torch.no_grad():
+        theirs.model.bert.encoder.layer[0].output.dense.weight *= 1.5
+    broken = lambda tensors, values: {} if values else translate(tensors, values)
+    with pytest.raises(CramError, match="not the same work"):
+        check_equal(ours, theirs, broken, batch)
+
+
+def test_a_step_reports_ways_and_shares(tmp_path):
+    out = bench(
+        ["step", "rounds=1", "bench.compiled=none", *TOY], tmp_path / "b.json", lambda line: None
+    )
+    (record,) = out["cases"]
+    assert record["cosine"] > 1 - 1e-6 and record["amount"] == 4 * 32
+    assert 0 < record["share_theirs"] and record["way_ours"] and record["way_theirs"]
+    assert json.loads((tmp_path / "b.json").read_text())["cases"] == [record]
+
+
+def test_a_way_with_a_wrong_loss_is_not_taken():
+    recipe = compose(TOY)
+    clock = Clock()
+
+    def loss(model, batch):
+        fast = model.config._attn_implementation == "eager"
+        clock.now += 1.0 if fast else 5.0
+        out = model(batch.input_ids, labels=batch.labels, masked_positions=batch.positions).loss
+        return out + 1.0 if fast and wrong else out
+
+    for wrong, expected in ((False, "eager"), (True, "sdpa")):
+        model = beside_transformers(recipe.arch, 300, compiled=False)[0].model
+        side = Side(model, loss, [Way(attention="sdpa"), Way(attention="eager")])
+        before = {n: p.clone() for n, p in model.named_parameters()}
+        way = best_way(side, random_batch(2, 300, 0.25, 32), recipe.train, clock)
+        assert way.attention == expected
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p, before[name], atol=1e-6, rtol=0)
+
+
+def test_the_original_is_read_from_a_folder_and_leaves_nothing(tmp_path):
+    import sys
+
+    with pytest.raises(CramError, match="bench.original=FOLDER"):
+        bench(["original", *TOY], tmp_path / "b.json", lambda line: None)
+    with pytest.raises(CramError, match="holds no cramming/architectures/crammed_bert.py"):
+        with original_code(tmp_path):
+            pass
+    place = tmp_path / "cramming/architectures"
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text("from ..utils import is_main_process\n")
+    (place / "crammed_bert.py").write_text(
+        "from einops.layers.torch import Rearrange\nfrom omegaconf import OmegaConf\n"
+        "keys = OmegaConf.create(dict(a=dict(b=3)))\n"
+    )
+    with original_code(tmp_path) as code:
+        assert code.keys.a.b == 3
+    assert not [name for name in sys.modules if name.startswith("cramming")]
+
+
+@pytest.mark.skipif("CRAMNB_ORIGINAL" not in os.environ, reason="no copy of the original's code")
+def test_the_original_and_ours_are_one_function(tmp_path):
+    words = ["original", "rounds=1", "bench.compiled=none", *TOY]
+    given = f"bench.original={os.environ['CRAMNB_ORIGINAL']}"
+    (record,) = bench([*words, given], tmp_path / "b.json", lambda line: None)["cases"]
+    assert record["cosine"] > 1 - 1e-6
+
+
+# --- the whole loop
+
+
+def test_the_whole_loop_at_toy_size(tmp_path):
+    words = ["gpu", "rounds=2", "arch=tiny", "train=tiny", "train.batch_size=32", "impl.device=cpu"]
+    said = []
+    out = bench(
+        [*words, "data.vocab_size=300", "data.seq_length=16"], tmp_path / "b.json", said.append
+    )
+    gpu = out["gpu"]
+    assert out["cases"] == [] and gpu["updates"] == 2 and "compiled" not in gpu
+    assert 0 < gpu["eager"]["loader_share"] < 1 and gpu["eager"]["memory"] is None
+    assert [rows for rows, *_ in gpu["memory_by_rows"]] == [16, 32]
+    assert any("of the matrix rate" in line for line in said)
+
+
+def test_the_clock_of_the_matrix_rate_is_given():
+    times = iter([0.0, 0.0, 2.0, 3.0])
+    rate = matmul_rate(torch.device("cpu"), torch.float32, 10, 1.0, lambda: next(times))
+    assert rate == 2 * 10**3 / 2.0

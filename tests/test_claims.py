@@ -139,7 +139,9 @@ def test_readers_say_not_measured(page):
     assert "unknown noise" in page["told"](page["effect"](CLAIM, one, "faithful"))
     assert page["told"](None) == page["draw_effects"]({}) == page["draw_runs"]({}) == NOT
     assert page["draw_sweep"]({"faithful": {}}) == page["draw_parts"]({}, 0) == NOT
-    assert page["parts_of_sweep"](dict(faithful={}, positions={}, modern={})) == {}
+    assert page["way_of_sweep"](dict(faithful={}, positions={}, modern={})) == (0.0, {})
+    assert page["gain_of_arms"]({}, "modern", "positions") == (None, None)
+    assert page["short_losses"]({}, 0.5) == [] and page["seeds_told"]({}, "modern") == NOT
     assert page["compare"]({}, "modern", "faithful") == [NOT] * 3
     assert {reached for _, _, reached in page["goals_of"]({})} == {NOT}
     assert page["medians"]({}) == {} and page["cell"]({}, "modern") == NOT

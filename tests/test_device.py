@@ -10,30 +10,39 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cramnb.auto import as_before, fit_here, memory_line, settle, way_of
+from cramnb.checkpoint import save_checkpoint
+from cramnb.choices import How, Machine, how_to_compute, machine_of, recipe_for
 from cramnb.core import CramError, LostRank, Stopped
 from cramnb.device import (
     MaybeCompiled,
-    Way,
     auto_microbatch,
     card_options,
-    choose,
     compile_ahead,
-    fastest_way,
-    measure_ways,
     pick_device,
     pick_precision,
     probe_microbatch,
     process_settings,
+    recompute_layers,
     recovery,
     uneven_batch,
 )
 from cramnb.distributed import World
 from cramnb.evaluate import _precision
-from cramnb.launch import settle
 from cramnb.options import Impl
-from cramnb.recipe import tiny
+from cramnb.presets import PRESETS, PROVENANCE
+from cramnb.recipe import compose, from_dict, preset, tiny, to_dict
 from cramnb.run import Run, pretrain
 from cramnb.train import mlm_loss
+from cramnb.ways import (
+    Way,
+    choose,
+    fastest_way,
+    measure_compiled,
+    measure_ways,
+    pays_back,
+    worth_compiling,
+)
 from toy import batches, model, recipe, trainer, weights
 
 CPU = torch.device("cpu")
@@ -60,12 +69,198 @@ def test_a_cpu_computes_in_float32_unless_told():
 
 @pytest.mark.parametrize("bf16, want", [(True, torch.bfloat16), (False, torch.float16)])
 def test_a_gpu_computes_in_the_half_precision_it_has(bf16, want, monkeypatch):
-    monkeypatch.setattr(
-        torch.cuda,
-        "is_bf16_supported",
-        lambda including_emulation=True: bf16 or including_emulation,
-    )
+    card = Machine("a card", "cuda", 8e9, bf16, True)
+    monkeypatch.setattr("cramnb.device.machine_here", lambda device: card)
     assert pick_precision(Impl(), torch.device("cuda")) == want
+
+
+# --- choices for described machines, none of which is here
+
+
+CARDS = {  # name: numbers, GB
+    "RTX 2080 Ti": ("float16", 11),
+    "T4": ("float16", 16),
+    "NVIDIA GeForce RTX 3060 Ti": ("bfloat16", 8),
+    "rtx4090": ("bfloat16", 24),
+    "A100": ("bfloat16", 80),
+    "H100": ("bfloat16", 80),
+    "NVIDIA H200": ("bfloat16", 141),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_cuda_card_computes_in_16_bits_and_is_compiled(name):
+    precision, memory = CARDS[name]
+    machine = machine_of(name)
+    assert how_to_compute(machine) == How(precision, "sdpa", True)
+    assert how_to_compute(machine._replace(compiler=False)) == How(precision, "sdpa", False)
+    assert (machine.kind, machine.memory) == ("cuda", memory * 1e9)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_apple_silicon_and_processors_take_the_safe_way(kind):
+    machine = Machine("this one", kind, 16e9, False, True)
+    assert how_to_compute(machine) == How("float32", "sdpa", False)
+    assert machine_of("Apple M1").kind == "mps"
+
+
+@pytest.mark.parametrize(
+    "machine, hours, name, why",
+    [
+        (Machine("2 processor threads", "cpu", 16e9, False, True), 0.05, "tiny", "no CUDA card"),
+        (Machine("2 processor threads", "cpu", 16e9, False, True), 24.0, "tiny", "no CUDA card"),
+        (machine_of("Apple M1"), 24.0, "tiny", "no CUDA card"),
+        (machine_of("RTX 3060 Ti"), 24.0, "crammed", "RTX 3060 TI and an hour or more"),
+        (machine_of("RTX 3060 Ti"), 0.5, "tiny", "less than an hour"),
+        (machine_of("H200"), 1.0, "crammed", "H200"),
+        (machine_of("H200")._replace(memory=4e9), 24.0, "tiny", "is small"),
+    ],
+)
+def test_impl_auto_takes_the_recipe_that_suits_the_machine_and_says_so(machine, hours, name, why):
+    taken, line = recipe_for(machine, hours)
+    assert taken == name and why in line and f"the recipe {name}" in line and "\n" not in line
+
+
+def test_words_that_are_named_win_over_the_machine(monkeypatch):
+    monkeypatch.setattr("cramnb.choices.best_device", lambda: CPU)
+    told = []
+    r = compose(["impl=auto", "budget=24", "arch=hf-bert-tiny"], say=told.append)
+    assert r.arch.model_type == "bert" and r.train == preset("train", "tiny") and len(told) == 1
+    compose(["impl=auto", "arch=tiny", "train=tiny", "data=docstrings"], say=told.append)
+    compose(["budget=24"], say=told.append)
+    assert len(told) == 1
+    machine = machine_of("A100")
+    monkeypatch.setattr("cramnb.choices.machine_here", lambda device: machine)
+    assert compose(["impl=auto", "budget=24"]).arch.hidden_size == 768
+
+
+def test_each_preset_of_a_card_says_what_is_expected_and_what_was_measured():
+    assert PROVENANCE["impl"].keys() == PRESETS["impl"].keys()
+    for name, words in PRESETS["impl"].items():
+        line = PROVENANCE["impl"][name]
+        assert not words.get("memory") or "expected" in line and "measured" in line
+
+
+def test_a_preset_of_a_card_is_refused_where_there_is_no_such_device(monkeypatch):
+    monkeypatch.setattr("cramnb.device.best_device", lambda: CPU)
+    for name, word in [("rtx-3060-ti", "cuda"), ("apple-m1", "mps")]:
+        with pytest.raises(CramError, match=f"impl.device={word}: torch sees no"):
+            pick_device(preset("impl", name))
+
+
+# --- a limit of memory
+
+HOME = "arch=hf-bert-base train=consumer data=bookcorpus-wikipedia budget=100 impl.device=cpu"
+
+
+def home(*words):
+    return compose([*HOME.split(), "impl.precision=bfloat16", *words])
+
+
+def test_a_bert_fits_eight_gigabytes_by_arithmetic_and_it_is_said():
+    r = home("impl.memory=8GB")
+    fit = fit_here(r, CPU)
+    assert fit.needed <= 0.9 * 8e9 and fit.microbatch >= 16 and not fit.recompute
+    line = memory_line(r, fit)
+    assert f"passes of at most {fit.microbatch} rows" in line and "kept" in line
+    assert f"{2016 // fit.microbatch} for an update of 2016" in line and "optimizer 0.89" in line
+
+
+def test_less_memory_means_smaller_passes_then_layers_that_forget_then_a_refusal():
+    sizes = [fit_here(home(f"impl.memory={m}"), CPU) for m in ("24GB", "8GB", "4GB", "2.5GB")]
+    rows = [fit.microbatch for fit in sizes]
+    assert rows == sorted(rows, reverse=True) and sizes[-1].recompute and not sizes[1].recompute
+    with pytest.raises(CramError, match="adamw8bit would fit"):
+        fit_here(home("impl.memory=2GB"), CPU)
+    small = fit_here(home("impl.memory=2GB", "train.optimizer=adamw8bit"), CPU)
+    assert small.microbatch >= 1 and small.needed <= 0.9 * 2e9
+
+
+@pytest.mark.parametrize("text", ["8", "lots", "-8GB", "0GB", "8GBs", "1e9GB", "nanGB", "20MB"])
+def test_a_memory_that_is_none_is_refused_in_one_line(text):
+    with pytest.raises(CramError, match="such as 8GB or 500MB") as told:
+        compose([f"impl.memory={text}"])
+    assert "\n" not in str(told.value) and f"impl.memory={text}" in str(told.value)
+
+
+def test_a_limit_caps_what_a_cpu_plans():
+    r = tiny("impl.device=cpu", "impl.memory=120MB", "budget=1m", "train.optimizer=sgd")
+    fit = fit_here(r, CPU, 100)
+    m = model()
+    impl, _ = settle(r, m, batches, World(), print)
+    assert int(impl.microbatch_size) <= 32 and fit.microbatch >= 1
+    assert fit_here(tiny("impl.device=cpu"), CPU) is None
+
+
+def test_a_limit_is_set_on_a_card_and_taken_back(monkeypatch):
+    shares, card = [], SimpleNamespace(total_memory=16e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share)
+    )
+    with process_settings(Impl(memory="8GB"), torch.device("cuda")):
+        assert shares == [0.5]
+    with process_settings(Impl(), torch.device("cuda")):
+        pass
+    assert shares == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("arch", ["tiny", "hf-bert-tiny"])
+def test_layers_that_compute_again_give_the_same_gradients(arch, dropout):
+    from cramnb.mlm import build_model
+
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        m = build_model(replace(preset("arch", arch), num_hidden_layers=2), 100)
+        calls = []
+        layer = (m.model.layers if arch == "tiny" else m.bert.encoder.layer)[0]
+        block = layer.attention
+        block.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        if again:
+            recompute_layers(m)
+        m.train(dropout)
+        torch.manual_seed(1)
+        mlm_loss(m, batches(0, 4, 0)).backward()
+        found.append((torch.cat([p.grad.flatten() for p in m.parameters()]), len(calls)))
+    assert torch.equal(found[0][0], found[1][0]) and [n for _, n in found] == [1, 2]
+
+
+def test_settle_makes_layers_forget_where_the_recipe_says_so():
+    m = model()
+    r = tiny("impl.device=cpu", "budget=1m", "impl.recompute=True")
+    impl, _ = settle(r, m, batches, World(), print)
+    assert impl.recompute == "true" and "checkpoint" in repr(m.model.layers[0].forward)
+    with torch.no_grad():
+        m(batches(0, 2, 0).input_ids)
+
+
+def test_a_resumed_run_keeps_its_choices_of_memory_and_compiler(tmp_path):
+    t = trainer()
+    impl = Impl(compile_torch="true", recompute="true", memory="8GB")
+    save_checkpoint(tmp_path, t, extra=way_of(t, impl))
+    same = as_before(tiny("impl.device=cpu"), tmp_path, World()).impl
+    assert (same.compile_torch, same.recompute, same.memory) == ("true", "true", "8GB")
+    said = (
+        tiny("impl.device=cpu", "impl.recompute=false", "impl.memory=2GB", "impl.compile_torch=0")
+        if False
+        else tiny("impl.device=cpu", "impl.recompute=false", "impl.memory=2GB")
+    )
+    kept = as_before(said, tmp_path, World()).impl
+    assert (kept.recompute, kept.memory) == ("false", "2GB")
+
+
+@pytest.mark.parametrize("word, want", [("True", "true"), ("off", "false"), ("auto", "auto")])
+def test_switches_are_read_as_the_original_wrote_them(word, want):
+    assert tiny(f"impl.compile_torch={word}").impl.compile_torch == want
+    assert tiny(f"arch.gradient_checkpointing={word}").impl.recompute == want
+
+
+def test_a_recipe_of_an_older_version_is_read():
+    values = to_dict(tiny())
+    values["impl"]["compile_torch"] = True
+    assert from_dict(values).impl.compile_torch == "true"
 
 
 def test_a_gpu_that_is_not_there_is_told(monkeypatch):
@@ -165,7 +360,7 @@ def test_measuring_takes_turns_and_leaves_no_trace(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "attention, kernels", [("auto", "sdpa sdpa eager"), ("eager", "eager eager")]
+    "attention, kernels", [("auto", "sdpa eager sdpa eager"), ("eager", "eager eager")]
 )
 def test_an_attention_that_is_named_stays_and_one_line_says_what_was_chosen(
     attention, kernels, monkeypatch
@@ -176,7 +371,7 @@ def test_an_attention_that_is_named_stays_and_one_line_says_what_was_chosen(
         tried.extend(names)
         return [Way(*name, 100 + 60 * (name == names[-1]), 9.0) for name in names]
 
-    monkeypatch.setattr("cramnb.device.measure_ways", measured)
+    monkeypatch.setattr("cramnb.ways.measure_ways", measured)
     best = fastest_way(attention, model(), batches, 8, told.append)
     assert " ".join(kernel for _, kernel in tried) == kernels
     assert best[:2] == ("bfloat16", "eager") and told == [
@@ -201,15 +396,16 @@ def forbidden(*_):
     ],
 )
 def test_a_run_that_is_short_exact_or_told_what_to_do_does_not_measure(words, monkeypatch):
-    monkeypatch.setattr("cramnb.launch.fastest_way", forbidden)
+    monkeypatch.setattr("cramnb.auto.fastest_way", forbidden)
     r = tiny("impl.device=cpu", *words.split())
     impl, took = settle(r, model(), batches, World(), print)
-    assert took == 0 and impl == replace(r.impl, microbatch_size="32")
+    known = dict(microbatch_size="32", compile_torch="false", recompute="false")
+    assert took == 0 and impl == replace(r.impl, **known)
 
 
 @pytest.mark.parametrize("counts", [True, False])
 def test_two_minutes_are_measured_inside_the_budget_as_compiling_is(counts, monkeypatch):
-    monkeypatch.setattr("cramnb.launch.fastest_way", lambda *_: Way("bfloat16", "eager", 160, 9.0))
+    monkeypatch.setattr("cramnb.auto.fastest_way", lambda *_: Way("bfloat16", "eager", 160, 9.0))
     m, r = model(), tiny("impl.device=cpu", "budget=2m", f"train.count_compile={counts}")
     impl, took = settle(r, m, batches, World(), print)
     assert (impl.precision, impl.attn_implementation) == ("bfloat16", "eager")
@@ -234,12 +430,12 @@ def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts,
         return Way("bfloat16", "eager", 160, 9.0)
 
     monkeypatch.setattr("cramnb.run._train_loop", one_update)
-    monkeypatch.setattr("cramnb.launch.auto_microbatch", lambda *_: 8)
-    monkeypatch.setattr("cramnb.launch.fastest_way", measured)
+    monkeypatch.setattr("cramnb.auto.auto_microbatch", lambda *_: 8)
+    monkeypatch.setattr("cramnb.auto.fastest_way", measured)
     with pytest.raises(Stopped):
         pretrain(this)
-    monkeypatch.setattr("cramnb.launch.auto_microbatch", forbidden)
-    monkeypatch.setattr("cramnb.launch.fastest_way", forbidden)
+    monkeypatch.setattr("cramnb.auto.auto_microbatch", forbidden)
+    monkeypatch.setattr("cramnb.auto.fastest_way", forbidden)
     with pytest.raises(Stopped):
         pretrain(this)
     assert met[0][:3] == met[1][:3] == (torch.bfloat16, "eager", 8)
@@ -266,6 +462,78 @@ def test_fine_tuning_takes_the_format_of_the_run(said, known, want, tmp_path):
     for nowhere in (None, Path(tmp_path / "other")):
         unknown = _precision(run, SimpleNamespace(run=nowhere), CPU)
         assert unknown == pick_precision(run.recipe.impl, CPU)
+
+
+def test_float32_with_eager_attention_is_named_as_such(monkeypatch):
+    told = []
+
+    def measured(model, source, rows, names):
+        return [Way(*name, 100 + 60 * (name == ("float32", "eager")), 9.0) for name in names]
+
+    monkeypatch.setattr("cramnb.ways.measure_ways", measured)
+    assert fastest_way("auto", model(), batches, 8, told.append)[:2] == ("float32", "eager")
+    assert "impl.attn_implementation=sdpa overrides" in told[0] and "with sdpa" in told[0]
+
+
+@pytest.mark.parametrize(
+    "gain, cost, left, worth",
+    [
+        (1.4, 60, 180, False),
+        (1.4, 60, 1200, True),
+        (1.05, 60, 1200, False),
+        (1.04, 60, 86400, True),
+        (1.0, 0, 86400, False),  # no gain: not worth the risk
+        (0.9, 1, 86400, False),
+        (float("nan"), 1, 86400, False),
+        (3.0, 1300, 1200, False),  # it took longer than the budget
+    ],
+)
+def test_compiling_is_taken_where_it_pays_back_within_the_budget(gain, cost, left, worth):
+    assert pays_back(gain, cost, left) == worth
+
+
+@pytest.mark.parametrize(
+    "found, left, taken, said",
+    [
+        ((1.5, 40.0, 0.0), 1200, True, "1.50 times as fast after 40 seconds: taken"),
+        ((1.5, 40.0, 0.03), 1200, False, "left out"),  # another loss
+        ((1.02, 40.0, 0.0), 1200, False, "left out"),
+        ((1.5, 40.0, 0.0), 1199, False, ""),  # not even tried
+    ],
+)
+def test_a_compiler_is_measured_and_its_fate_is_said(found, left, taken, said, monkeypatch):
+    told = []
+    monkeypatch.setattr("cramnb.ways.measure_compiled", lambda *_: found)
+    way = Way("float32", "sdpa", 100, 9.0)
+    assert worth_compiling(way, model(), batches, 8, left, told.append) == taken
+    assert said in " ".join(told) and len(told) == bool(said)
+
+
+def test_measuring_a_compiler_leaves_no_trace():
+    m, random = model(), torch.get_rng_state()
+    gain, cost, off = measure_compiled(
+        Way("float32", "eager", 1, 9.0), m, batches, 8, lambda loss, **_: loss
+    )
+    assert gain > 0 and cost > 0 and off == 0.0
+    assert torch.equal(random, torch.get_rng_state()) and all(
+        p.grad is None for p in m.parameters()
+    )
+    assert m.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("compiler, compiled", [(True, "true"), (False, "false")])
+def test_without_a_compiler_none_is_offered_and_its_choice_is_kept(
+    compiler, compiled, monkeypatch, tmp_path
+):
+    here = Machine("this processor", "cpu", 16e9, False, compiler)
+    monkeypatch.setattr("cramnb.auto.machine_here", lambda device: here)
+    monkeypatch.setattr("cramnb.auto.fastest_way", lambda *_: Way("float32", "sdpa", 100, 9.0))
+    monkeypatch.setattr("cramnb.auto.worth_compiling", lambda *_: True)
+    m, r = model(), tiny("impl.device=cpu", "budget=30m")
+    impl, _ = settle(r, m, batches, World(), print)
+    assert impl.compile_torch == compiled
+    loss = card_options(impl, CPU, print)["loss"]
+    assert isinstance(loss, MaybeCompiled) == compiler
 
 
 # --- torch.compile
@@ -393,10 +661,7 @@ def test_a_late_error_is_not_blamed_on_the_compiler():
 
 def test_on_a_cpu_the_plain_loss_is_used():
     assert card_options(Impl(), CPU, print)["loss"] is mlm_loss
-    assert (
-        card_options(Impl(compile_torch=True), torch.device("cuda"), print)["loss"].plain
-        is mlm_loss
-    )
+    assert card_options(Impl(compile_torch="true"), CPU, print)["loss"].plain is mlm_loss
 
 
 # --- memory
@@ -492,6 +757,7 @@ def test_probing_finds_the_fastest_that_fits(seconds, memory, batch_size, best):
 
 
 def test_a_cpu_does_not_probe():
+    assert auto_microbatch(8192, model(), None, CPU, largest=4) == 4
     assert (
         auto_microbatch(16, None, None, CPU) == 16
         and auto_microbatch(8192, model(), None, CPU) == 32

@@ -1,0 +1,110 @@
+"""The committed data of chapter 20, from what `tests/arms.py` wrote:
+`python tests/log_arms.py main.jsonl > nbs/data/arms.json` and
+`python tests/log_arms.py ablations.jsonl > nbs/data/ablations.json`. LAB.md has the jobs."""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+POSITIONS = "arch.position_embedding_type=rotary arch.qk_norm=True arch.zero_init_residual=True"
+FAITHFUL = "arch=tiny-crammed train=bert-o4 train.batch_size=32 train.batch_size_ramp=0"
+ARMS = {
+    "faithful": ("crammed-BERT and its AdamW, small", FAITHFUL),
+    "positions": (
+        "the same with rotary positions, norms of queries and keys, blocks that start at zero",
+        f"{FAITHFUL} {POSITIONS}",
+    ),
+    "modern": ("that, neighbours, Muon, and a plateau before the fall", "arch=tiny train=tiny"),
+}
+PLACE = dict(
+    device="one of two x86-64 cores with 16-bit products, bfloat16 and eager attention",
+    corpus="13,211 articles of the English Wikipedia of 2015, 49.8 million tokens, 1 % held out",
+    vocab_size=8192,
+    shape="4 layers of 128, rows of 128 tokens, 32 rows an update",
+    clock="processor time of one thread, inside updates only",
+)
+
+
+def head(rows: list[dict]) -> dict:
+    told = ["git", "log", "-1", "--format=%h", "--", "nbs", "tests"]
+    commit = subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
+    return dict(PLACE, date=date.today().isoformat(), commit=commit, unigram=rows[0]["unigram"])
+
+
+def rates(row: dict) -> dict:
+    said = dict(word.split("=") for word in row["change"])
+    preset = 4e-3 if row["arm"] == "modern" else 1e-3
+    muon = said.get("train.muon_lr", 0.02) if row["arm"] == "modern" else None
+    return dict(lr=float(said.get("train.lr", preset)), muon_lr=muon and float(muon))
+
+
+def pick(row: dict, *names: str) -> dict:
+    return {name: row[name] for name in names}
+
+
+def arms(rows: list[dict]) -> dict:
+    whole = max(r["minutes"] for r in rows)
+    swept = [r for r in rows if r["minutes"] == whole and r["seed"] == 0]
+    best = {a: min((r for r in swept if r["arm"] == a), key=lambda r: r["heldout"]) for a in ARMS}
+    chosen = [r for r in rows if rates(r) == rates(best[r["arm"]])]
+    columns = "arm minutes seed tokens seconds tokens_per_second heldout few curve".split()
+    sweep = [
+        dict(pick(r, "arm", "seed", "tokens", "seconds", "heldout"), **rates(r)) for r in swept
+    ]
+    return dict(
+        head(rows),
+        minutes=whole,
+        parameters={a: best[a]["parameters"] for a in ARMS},
+        arms=[
+            dict(arm=a, what=what, command=f"{words} {' '.join(best[a]['change'])}".strip())
+            for a, (what, words) in ARMS.items()
+        ],
+        sweep=sorted(sweep, key=lambda r: (r["arm"], r["muon_lr"] or 0, r["lr"])),
+        runs=[pick(r, *columns) for r in chosen if r["minutes"] == whole],
+        shorter=[pick(r, *columns[:-2]) for r in chosen if r["minutes"] < whole],
+        scores=[],
+    )
+
+
+def together(rows: list[dict]) -> dict:
+    "Rows that differ in their seed only."
+    rows = sorted(rows, key=lambda r: r["seed"])
+    return {k + "s" * (k == "seed"): [r[k] for r in rows] for k in SAME}
+
+
+SAME = ("seed", "heldout", "tokens_per_second")
+
+
+def ablations(rows: list[dict]) -> dict:
+    base = [r for r in rows if r["ingredient"] == "base"]
+    sides = {side: [r for r in base if r["side"] == side] for side in ("faithful", "modern")}
+    kinds = list(dict.fromkeys((r["side"], r["ingredient"], tuple(r["change"])) for r in rows))
+    return dict(
+        head(rows),
+        minutes=rows[0]["minutes"],
+        noise={side: sorted(r["heldout"] for r in found) for side, found in sides.items()},
+        spread={
+            side: round(statistics.stdev(r["heldout"] for r in found), 4)
+            for side, found in sides.items()
+            if len(found) > 1
+        },
+        base={side: together(found) for side, found in sides.items()},
+        rows=[
+            dict(side=side, ingredient=name, change=" ".join(change))
+            | together([r for r in rows if (r["side"], tuple(r["change"])) == (side, change)])
+            for side, name, change in kinds
+            if name != "base"
+        ],
+        data=[],
+    )
+
+
+if __name__ == "__main__":
+    rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
+    result = ablations(rows) if "ingredient" in rows[0] else arms(rows)
+    text = json.dumps(result, indent=1)
+    print(re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text))
