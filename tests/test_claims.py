@@ -110,6 +110,19 @@ def test_losses_of_other_tokens_are_not_compared(page):
     assert page["effect"](claim, small, "faithful")[0] == pytest.approx(-0.2)
 
 
+def test_a_word_is_met_exactly_or_up_to_its_equals_sign(page):
+    claim = dict(on=["a.rate_end="], off=["a.rate_end=0"])
+    told = [page["switches_on"](c, claim) for c in ("a.rate_end=0.15", "a.rate_end=0", "a.rate=1")]
+    assert told == [True, False, None]
+
+
+def test_shorter_runs_are_the_longest_that_the_share_allows(page):
+    short = [dict(minutes=m, heldout=float(m)) for m in (0.5, 0.5, 2.5)]
+    log = dict(minutes=5, shorter=short)
+    losses = [page["short_losses"](log, share) for share in (0.05, 0.1, 0.5)]
+    assert losses == [[], [0.5, 0.5], [2.5]]
+
+
 def test_a_sweep_is_inside_only_if_both_neighbours_of_each_rate_were_tried(page):
     inside, best = page["is_inside"], page["best_of"]
     assert inside({(1,): 3, (2,): 1, (4,): 2}) and not inside({(1,): 1, (2,): 2})
@@ -185,16 +198,18 @@ def test_every_ingredient_has_a_row_measured_or_not():
 
 
 def test_what_was_measured_is_found_by_a_claim(page):
-    "A row that no claim reads would be lost; a change must say in which direction it goes."
-    known = {}
+    "A row is read by a claim that knows on from off, or it stands in the table as a change."
+    known, ablations = {}, stored("ablations.json")
     for c in CLAIMS["claims"]:
         known.setdefault(c["ingredient"], []).append(c)
-    for row in stored("ablations.json").get("rows", []):
-        there = known.get(row["ingredient"], [])
-        assert there, f"no claim about {row['ingredient']}"
-        told = [page["switches_on"](row["change"], c) for c in there]
-        assert any(on is not None for on in told), f"on or off? {row['change']}"
-        assert row["side"] in SIDES
+    listed = page["ingredients"](CLAIMS, ablations)
+    for row in ablations.get("rows", []):
+        there = known.get(row["ingredient"])
+        if there:
+            told = [page["switches_on"](row["change"], c) for c in there]
+            assert any(on is not None for on in told), f"on or off? {row['change']}"
+        name = next(n for n in listed if n.split(" (")[0] == row["ingredient"])
+        assert listed[name][row["side"]] is not None, f"{name} is lost"
 
 
 # --- numbers
