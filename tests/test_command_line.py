@@ -244,6 +244,13 @@ def test_the_module_runs_as_a_command(tmp_path):
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
 
 
+def test_a_word_of_a_verb_given_twice_is_one_message(capsys):
+    for words in (["plan", "gpu=rtx4090", "gpu=a100"], ["plot", "a", "x=time", "x=tokens"]):
+        assert main(words) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and words[-1] in err and "once" in err
+
+
 def test_watch_takes_the_name_in_both_forms(tmp_path):
     "`watch NAME` and `watch name=NAME` mean the same run; a wrong one is named."
     fake_run(tmp_path / "runs", "other")

@@ -235,7 +235,7 @@ def test_a_stopped_run_goes_on_where_it_was(how, tmp_path, texts):
         other = cramnb(*words, "train.lr=1e-3", "arch.hidden_size=64", cwd=tmp_path)
         assert (
             other.returncode == 2
-            and "train.lr was 0.004 and is now 0.001" in other.stderr
+            and "train.lr was 0.016 and is now 0.001" in other.stderr
             and "arch.hidden_size was 128 and is now 64" in other.stderr
             and "fresh=True" in other.stderr
         )
