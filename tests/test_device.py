@@ -1,6 +1,7 @@
 """What a real card adds to the loop: device, precision, compiler, memory; and nothing of the
 process stays changed."""
 
+import itertools
 import json
 import os
 from dataclasses import replace
@@ -19,6 +20,7 @@ from cramnb.device import (
     auto_microbatch,
     card_options,
     compile_ahead,
+    keep_memory,
     pick_device,
     pick_precision,
     probe_microbatch,
@@ -28,7 +30,7 @@ from cramnb.device import (
     uneven_batch,
 )
 from cramnb.distributed import World
-from cramnb.evaluate import _precision
+from cramnb.evaluate import _way
 from cramnb.options import Impl
 from cramnb.presets import PRESETS, PROVENANCE
 from cramnb.recipe import compose, from_dict, preset, tiny, to_dict
@@ -72,6 +74,32 @@ def test_a_gpu_computes_in_the_half_precision_it_has(bf16, want, monkeypatch):
     card = Machine("a card", "cuda", 8e9, bf16, True)
     monkeypatch.setattr("cramnb.device.machine_here", lambda device: card)
     assert pick_precision(Impl(), torch.device("cuda")) == want
+
+
+@pytest.mark.parametrize("kind, calls", [("cpu", 5), ("cuda", 0)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_glibc_keeps_memory_for_the_time_of_a_run_on_a_cpu(kind, calls, fails, monkeypatch):
+    told = []
+    library = SimpleNamespace(mallopt=lambda key, value: told.append((key, value)))
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    try:
+        with keep_memory(torch.device(kind)):
+            assert told == [(-4, 0), (-1, -1)][: 2 * bool(calls)]
+            if fails:
+                raise Stopped
+    except Stopped:
+        assert fails
+    assert len(told) == calls and told[2:] == [(-4, 65536), (-3, 2**25), (-1, 2**26)][:calls]
+
+
+@pytest.mark.parametrize("error", [AttributeError, OSError, TypeError])
+def test_another_c_library_is_left_alone(error, monkeypatch):
+    def nothing(name):
+        raise error
+
+    monkeypatch.setattr("ctypes.CDLL", nothing)
+    with keep_memory(CPU):
+        pass
 
 
 # --- choices for described machines, none of which is here
@@ -340,6 +368,9 @@ def test_where_float32_itself_fails_it_stays():
 def test_measuring_takes_turns_and_leaves_no_trace(monkeypatch):
     m, asked, turns = model(), [], []
     before, random = weights(m), torch.get_rng_state()
+    ticks = itertools.count()  # each look at the clock is a twentieth of a second later
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 20)
+    monkeypatch.setattr("cramnb.ways.time", clock)
     real = m.set_attn_implementation
     monkeypatch.setattr(m, "set_attn_implementation", lambda name: (turns.append(name), real(name)))
 
@@ -449,6 +480,23 @@ def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts,
 @pytest.mark.parametrize(
     "said, known, want",
     [
+        ("auto", "eager", "eager"),
+        ("sdpa", "eager", "sdpa"),
+        ("auto", "flex_attention", "sdpa"),  # has no dropout, which fine-tuning needs
+        ("auto", None, "sdpa"),
+    ],
+)
+def test_fine_tuning_takes_the_kernel_of_the_run(said, known, want, tmp_path):
+    facts = dict(on="cpu", precision="bfloat16", attn_implementation=known)
+    facts = facts if known else dict(on="cuda", attn_implementation="eager")
+    (tmp_path / "pretrain.json").write_text(json.dumps(facts))
+    run = SimpleNamespace(recipe=tiny(f"impl.attn_implementation={said}"))
+    assert _way(run, SimpleNamespace(run=tmp_path), CPU)[1] == want
+
+
+@pytest.mark.parametrize(
+    "said, known, want",
+    [
         ("auto", dict(on="cpu", precision="bfloat16"), torch.bfloat16),
         ("auto", dict(on="cuda", precision="bfloat16"), torch.float32),
         ("auto", dict(), torch.float32),  # a run from before this was noted
@@ -458,9 +506,9 @@ def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts,
 def test_fine_tuning_takes_the_format_of_the_run(said, known, want, tmp_path):
     (tmp_path / "pretrain.json").write_text(json.dumps(known))
     run = SimpleNamespace(recipe=tiny(f"impl.precision={said}"))
-    assert _precision(run, SimpleNamespace(run=tmp_path), CPU) == want
+    assert _way(run, SimpleNamespace(run=tmp_path), CPU)[0] == want
     for nowhere in (None, Path(tmp_path / "other")):
-        unknown = _precision(run, SimpleNamespace(run=nowhere), CPU)
+        unknown = _way(run, SimpleNamespace(run=nowhere), CPU)[0]
         assert unknown == pick_precision(run.recipe.impl, CPU)
 
 

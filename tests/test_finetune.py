@@ -199,3 +199,14 @@ def test_batches_of_like_length_hold_every_row_once(n, size):
             for s in (0, 1)
         )
         assert first.tolist() != other.tolist(), "another epoch, another order"
+
+
+@pytest.mark.parametrize("which", ["checkpoint", "bert"])
+def test_the_kernel_of_a_run_reaches_a_trial(which, request):
+    rows, seen = dict(train=rows_of("rte", 16), dev=rows_of("rte", 8)), []
+    for attention in ("sdpa", "eager"):
+        where = request.getfixturevalue(which)
+        how = dict(attention=attention)
+        trial, _ = run_trial(where, TASKS["rte"], rows, replace(EV, epochs=1), 0, **how)
+        seen.append(trial.loss)
+    assert abs(seen[0] - seen[1]) < 0.5 and all(np.isfinite(seen))
