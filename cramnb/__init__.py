@@ -1,10 +1,12 @@
 """Modules:
 
 - `cramnb.attention`: Attention by hand on four tokens, then by the fastest kernel at hand
+- `cramnb.auto`: Memory, the size of a pass and the way to compute: settled before the clock starts, said, and kept
 - `cramnb.bench`: The same work done our way and the usual way, in turns, in one run
 - `cramnb.build`: Read, cut repeats, filter: shard by shard, in stages that a kill cannot undo
 - `cramnb.cards`: One table of graphics cards: how fast, how much memory, and where that stands
 - `cramnb.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
+- `cramnb.choices`: Number format, attention, compiler and recipe as functions of a described device, so that they can be tested without it
 - `cramnb.clean`: A suffix array, a filter that remembers paragraphs, and near-duplicates
 - `cramnb.command`: Words become a verb and a recipe, and a mistake is told in one line, at once
 - `cramnb.consumer`: A hundred hours on 8 GB with Hugging Face's own parts, beside our engine, and what both are worth
@@ -32,6 +34,7 @@
 - `cramnb.optim`: AdamW by hand, Muon for matrices, and who gets weight decay
 - `cramnb.options`: Collected from the chapters they belong to, in a module that loads without torch
 - `cramnb.original`: The published crammed-BERT weights, of both generations, as the function that they were
+- `cramnb.pace`: Tokens per second, measured in a second or two before a run begins
 - `cramnb.packing`: Pack the tokens once, and read them for ever
 - `cramnb.presets`: Named recipes, collected from the chapters they belong to
 - `cramnb.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
@@ -41,6 +44,7 @@
 - `cramnb.report`: Recipe, data, pretraining and scores on one page
 - `cramnb.rivals`: What a user would write instead, kept for comparison
 - `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory
+- `cramnb.rules`: Mistakes that only two parts of a recipe together can show, told before anything starts
 - `cramnb.run`: Train inside a folder, and go on after a kill
 - `cramnb.runs`: Open, lock, list, and find a checkpoint
 - `cramnb.scaling`: What fits on a card, how many tokens a day is, and what a law learnt from small runs can promise
@@ -48,12 +52,15 @@
 - `cramnb.score`: Several seeds, the median, the spread, and why published averages differ
 - `cramnb.show`: One look for all chapters, and the short text they share
 - `cramnb.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
+- `cramnb.steps`: The same weights in two models, equal loss and gradients first, and only then a clock
 - `cramnb.store`: A corpus is built once, and named by its content
 - `cramnb.tables`: Rows from CSV, JSON, Parquet or Arrow, made into a task
+- `cramnb.throughput`: The real model, loader and optimizer on the device at hand, and where the time goes
 - `cramnb.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
 - `cramnb.trackers`: TensorBoard and Weights & Biases
 - `cramnb.train`: A loop that knows how much of its day is gone, and ends on time with nothing broken
 - `cramnb.watch`: Loss, speed, share of the card and energy, one line per update
+- `cramnb.ways`: Number format, attention and compiler, chosen by timing real passes before a run starts
 - `cramnb.zoo`: The relatives of crammed-BERT side by side, each as a few changed lines of one recipe"""
 
 import importlib.util

@@ -41,9 +41,9 @@ VERBS = dict(
     watch='Show a run in a web page of this machine while it goes on: watch [NAME].',
     plot='Overlay the losses of runs: plot NAME … [x=time|tokens|updates] [out=FILE.svg].',
     probe="Fill the blanks of a text: probe [name=RUN] text='the [MASK] of the array'.",
-    publish='Write a run as a folder for the hub: publish [name=RUN] [format=bert] [push=NAME].',
+    publish='Write a run, or a corpus, as a folder for the hub: publish [name=RUN] [push=NAME].',
     convert="Turn a checkpoint of the original into a Hugging Face folder: convert SOURCE TARGET.",
-    bench='Our way beside the usual one: bench [masking loader data finetune] [rounds=5].',
+    bench='Our way beside the usual one: bench [CASE …] [rounds=5].',
 )
 
 # %% ../nbs/engine/command.ipynb #90402e57
@@ -61,8 +61,8 @@ _NEEDED = dict(
 # %% ../nbs/engine/command.ipynb #4c0d0003
 _OWN = dict(
     plan={
-        'gpu=rtx4090': 'a card to plan for, with the recipe of a day; none: this machine',
-        'key=value': 'options of the recipe, as for `cramnb cram`',
+        'gpu=rtx4090': 'a card to plan for, with the recipe of a day; cpu: this processor',
+        'key=value': 'options of the recipe, such as budget=24 or impl.memory=8GB',
     },
     runs={'base_dir=runs': 'folder of the runs'},
     watch={
@@ -85,12 +85,15 @@ _OWN = dict(
     publish={
         'name=cram': 'of the run; default: the newest one',
         'format=cramnb': 'cramnb | bert',
+        'corpus=FOLDER': 'a prepared corpus instead of a run; written beside it',
         'push=NAME': 'of a repository on the hub, to upload it as well',
     },
     convert={'SOURCE': 'folder of the original, or a name on the hub', 'TARGET': 'new folder'},
     bench={
-        'CASE …': 'masking | loader | data | finetune',
+        'CASE …': 'masking | loader | data | finetune | step | original | gpu',
         'rounds=5': 'that count, after one that does not',
+        'bench.original=FOLDER': "a copy of the original's code",
+        'bench.compiled=both': 'none | ours | both; bench.lend=True as in chapter 19',
         'key=value': 'options of the recipe, as for `cramnb cram`',
     },
 )  # the words of the other verbs
@@ -173,9 +176,12 @@ def split_words(
     words: list[str],  # of a verb that has words of its own
     *own: str,  # their keys
 ) -> tuple[dict[str, str], list[str]]:  # its own words, the words of a recipe or names
-    "Take the words of a verb out of its command line."
+    "Take the words of a verb out of its command line. Raises CramError for one given twice."
     mine = [w for w in words if w.partition('=')[0] in own and '=' in w]
-    return dict(w.split('=', 1) for w in mine), [w for w in words if w not in mine]
+    values = dict(w.split('=', 1) for w in mine)
+    if len(values) < len(mine):
+        raise CramError(f"{' '.join(mine)}: give each of these words once.")
+    return values, [w for w in words if w not in mine]
 
 # %% ../nbs/engine/command.ipynb #1ab0a110
 def runs_verb(

@@ -122,5 +122,6 @@ def home_trainer(
     hide = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
     parts = dict(processing_class=tokenizer, callbacks=list(watchers))
     trainer = Trainer(model, options, hide, rows, **parts)
+    trainer.model_accepts_loss_kwargs = False  # BERT does not average over the passes: issue 47688
     trainer.remove_callback(PrinterCallback)
     return trainer

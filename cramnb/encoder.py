@@ -14,7 +14,7 @@ Docs: https://cramnb.github.io/cramnb/encoder.html.md"""
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'CHOICES', 'sinusoid', 'Positions', 'make_norm', 'Neighbours', 'Embeddings', 'MLP', 'Layer',
            'initial_std', 'init_matrix', 'CrammedBertConfig', 'CrammedBertPreTrainedModel', 'visible_pairs', 'mask_for',
-           'neighbour_pairs', 'CrammedBertModel']
+           'CrammedBertModel']
 
 # %% ../nbs/06_encoder.ipynb #e48dd2d4
 import difflib
@@ -254,10 +254,15 @@ class CrammedBertPreTrainedModel(PreTrainedModel):
 
 # %% ../nbs/06_encoder.ipynb #v151b1e0
 def visible_pairs(
-    attention_mask: Tensor,  # (B, T), (B, T, T) or (B, 1, T, T), true where a key may be read
+    attention_mask: Tensor
+    | None,  # (B, T), (B, T, T) or (B, 1, T, T), true where a key may be read
     document_ids: Tensor | None = None,  # (B, T): tokens read those of their own number only
 ) -> Tensor:  # bool (B, 1, T, T): true where the query (row) may read the key (column)
     "Who may read whom. Each token sees itself, so that no row is empty."
+    if attention_mask is None:
+        attention_mask = torch.ones_like(document_ids)
+    if attention_mask.ndim > 2 and attention_mask.is_floating_point():
+        attention_mask = attention_mask == 0  # floats that are added to scores
     T = attention_mask.shape[-1]
     pairs = attention_mask.bool().view(len(attention_mask), 1, -1, T)
     if document_ids is not None:
@@ -283,27 +288,10 @@ def mask_for(
             wanted = "a mask of zeros and ones, not one to be added"
             raise CramError(f"With document_ids, give {wanted}.")
         return attention_mask.view(-1, 1, *attention_mask.shape[-2:]).expand(len(x), -1, -1, -1)
-    if attention_mask is None:
-        attention_mask = x.new_ones(x.shape[:2])
     pairs = visible_pairs(attention_mask, document_ids).expand(len(x), -1, -1, -1)
     if kernel == 'flex_attention':
         return torch.zeros_like(pairs, dtype=x.dtype).masked_fill(~pairs, torch.finfo(x.dtype).min)
     return pairs
-
-# %% ../nbs/06_encoder.ipynb #n6e16b02
-def neighbour_pairs(
-    x: Tensor,  # (B, T) ids or (B, T, D) vectors, for their sizes
-    attention_mask: Tensor | None,  # as `mask_for` takes it
-    document_ids: Tensor | None,  # (B, T)
-) -> Tensor | None:  # bool (B, 1, T, T); None where all is visible
-    "Who may read whom, for `Neighbours`."
-    if attention_mask is None and document_ids is None:
-        return None
-    if attention_mask is None:
-        attention_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-    elif attention_mask.ndim > 2 and attention_mask.is_floating_point():
-        attention_mask = attention_mask == 0  # floats that are added to scores
-    return visible_pairs(attention_mask, document_ids).expand(len(x), -1, x.shape[1], -1)
 
 # %% ../nbs/06_encoder.ipynb #6895ccb7
 class CrammedBertModel(CrammedBertPreTrainedModel):
@@ -342,8 +330,9 @@ class CrammedBertModel(CrammedBertPreTrainedModel):
         if position_ids is not None:
             instead = 'for several documents in a row, give document_ids'
             raise CramError(f"position_ids is not read by this model: {instead}.")
-        c, given = self.config, input_ids if inputs_embeds is None else inputs_embeds
-        pairs = neighbour_pairs(given, attention_mask, document_ids) if c.neighbours else None
+        c, pairs = self.config, None
+        if c.neighbours and (attention_mask is not None or document_ids is not None):
+            pairs = visible_pairs(attention_mask, document_ids)
         x = self.embeddings(input_ids, inputs_embeds, pairs)
         mask, rotary = mask_for(c, x, attention_mask, document_ids), None
         if c.position_embedding_type == 'rotary':

@@ -86,7 +86,7 @@ def weights_key(checkpoint: Checkpoint) -> str:  # 16 hex digits
 def protocol_key(
     run: Run,  # reads eval
     weights: str,  # from `weights_key`
-    precision,  # torch.dtype of the matrix products
+    precision,  # torch.dtype of the matrix products, and the kernel where it is not sdpa
     untrained: bool = False,  # are the weights drawn anew?
 ) -> str:  # 16 hex digits
     "Trials with the same key answer the same question; tasks and trials may become more."
@@ -110,13 +110,19 @@ def _check_text(run, checkpoint):
         )
 
 # %% ../nbs/engine/evaluate.ipynb #ev0prec1
-def _precision(run, checkpoint, device):
+def _way(run, checkpoint, device):
     "The run's choice where the recipe says auto, if it was made on this kind of device."
     summary, impl = (checkpoint.run or Path()) / 'pretrain.json', run.recipe.impl
     known = read_json(summary) if checkpoint.run and summary.exists() else {}
-    if impl.precision == 'auto' and known.get('on') == device.type:
-        return getattr(torch, known['precision'])
-    return pick_precision(impl, device)
+    known = known if known.get('on') == device.type else {}
+    precision, attention = pick_precision(impl, device), impl.attn_implementation
+    if impl.precision == 'auto' and 'precision' in known:
+        precision = getattr(torch, known['precision'])
+    if attention == 'auto':
+        attention = known.get('attn_implementation', 'sdpa')
+    if attention not in ('sdpa', 'eager'):
+        attention = 'sdpa'  # the others have no dropout, or cannot answer in 32 bits
+    return precision, attention
 
 # %% ../nbs/engine/evaluate.ipynb #0fd632b7
 def score(
@@ -128,8 +134,9 @@ def score(
     checkpoint = checkpoint or resolve_checkpoint(run.recipe)
     _check_text(run, checkpoint)
     recipe, impl, device = run.recipe, run.recipe.impl, pick_device(run.recipe.impl)
-    precision, protocol = _precision(run, checkpoint, device), run.recipe.eval
-    key = protocol_key(run, weights := weights_key(checkpoint), precision, checkpoint.untrained)
+    (precision, attention), protocol = _way(run, checkpoint, device), run.recipe.eval
+    how = precision if attention == 'sdpa' else f'{precision} {attention}'
+    key = protocol_key(run, weights := weights_key(checkpoint), how, checkpoint.untrained)
     where = run.folder / 'eval' / key
     if dry:
         few = 2 * protocol.batch_size
@@ -137,7 +144,7 @@ def score(
     exams = run.exams or load_exams(run)
     with tempfile.TemporaryDirectory() as scratch, process_settings(impl, device):
         place = Path(scratch) if dry else where
-        options = (recipe.seed, device, run.progress, precision, weights)
+        options = (recipe.seed, device, run.progress, precision, weights, attention)
         trials = evaluate_checkpoint(checkpoint.where, exams, protocol, place, *options)
     run.end_stage()
     if not dry:

@@ -254,6 +254,7 @@ def run_trial(
     tick: Callable | None = None,  # called after each update with (done, total)
     keep: Path | None = None,  # where to save the fine-tuned model
     precision: torch.dtype = torch.float32,  # of training; answers are given in float32
+    attention: str = 'sdpa',  # kernel of training and answers
 ) -> tuple[Trial, dict]:  # result, answers to every split but the training one
     "Fine-tune once and score the last epoch, never the best. Raises CramError."
     tokenizer, device = load_tokenizer(checkpoint), torch.device(device)
@@ -261,6 +262,8 @@ def run_trial(
     with torch.random.fork_rng(cuda):  # the caller's random numbers go on as before
         torch.manual_seed(seed)
         model = load_classifier(checkpoint, task.num_labels, ev, task.per_token).to(device)
+        if attention != 'sdpa':  # which a model has by itself, where it can
+            model.set_attn_implementation(attention)
         features = encode(tokenizer, splits['train'][: ev.max_train_examples or None], task, ev)
         if task.num_labels == 1 and ev.start_at_mean:
             _start_at_mean(model, features)

@@ -2,8 +2,7 @@
 
 What happens around a run of several processes: `join_world` reads what torchrun tells and meets
 the others, `first_then_rest` lets one prepare while the others wait, `share` sends a value to
-all, `settle` finds values for what a recipe leaves at auto, and `resume` goes on from a checkpoint
-that the first process picks.
+all, and `resume` goes on from a checkpoint that the first process picks.
 
 Docs: https://cramnb.github.io/cramnb/engine/launch.html.md"""
 
@@ -11,7 +10,7 @@ Docs: https://cramnb.github.io/cramnb/engine/launch.html.md"""
 
 # %% auto #0
 __all__ = ['dist_env', 'pick_backend', 'join_world', 'share', 'first_then_rest', 'wait_for_file', 'Interruptible', 'Follower',
-           'resume', 'settle', 'way_of', 'as_before', 'launcher']
+           'resume', 'launcher']
 
 # %% ../nbs/engine/launch.ipynb #64c70fa4
 import json
@@ -22,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,11 +28,9 @@ import torch
 import torch.distributed as dist
 
 from .checkpoint import newest_sound, restore
-from .core import CramError, LostRank, read_json
-from .device import auto_microbatch, fastest_way, pick_device, pick_precision
+from .core import CramError, LostRank
 from .distributed import World, noticing
 from .options import Impl
-from .recipe import Recipe
 from .train import Trainer
 
 # %% ../nbs/engine/launch.ipynb #ee50e2b4
@@ -234,62 +230,6 @@ def resume(
             "to the last bit."
         )
     return extra
-
-# %% ../nbs/engine/launch.ipynb #lau0way1
-def _wants_measuring(recipe, device):
-    "Two minutes of a CPU or more are to be spent, and nobody has chosen the number format."
-    impl, train = recipe.impl, recipe.train
-    timed = train.progress == 'time' and round(recipe.budget * 3600) >= 120
-    free = impl.precision == 'auto' and not impl.deterministic and not recipe.dryrun
-    return device.type == 'cpu' and timed and free
-
-# %% ../nbs/engine/launch.ipynb #lau0way2
-def settle(
-    recipe: Recipe,  # of the run
-    model,  # on its device; gets the attention that is chosen
-    batches: Callable,  # of the Trainer
-    world: World,  # of any size
-    say: Callable = print,  # told what was measured
-) -> tuple[Impl, float]:  # without auto for what was chosen; seconds of the budget that this took
-    "Find the size of a pass, and on a CPU the fastest way to compute, the same on all."
-    impl, train, device = recipe.impl, recipe.train, model.device
-    if impl.microbatch_size == 'auto':
-        known = (train.batch_size, model, batches, device, pick_precision(impl, device))
-        impl = replace(impl, microbatch_size=str(auto_microbatch(*known)))
-    if not _wants_measuring(recipe, device):
-        return impl, 0.0
-    began = time.monotonic()
-    way = fastest_way(impl.attn_implementation, model, batches, int(impl.microbatch_size), say)
-    precision, attention = way.precision, way.attention
-    took = (time.monotonic() - began) * train.count_compile
-    precision, attention, took = share(world, [precision, attention, took])
-    model.set_attn_implementation(attention)
-    return replace(impl, precision=precision, attn_implementation=attention), took
-
-# %% ../nbs/engine/launch.ipynb #lau0way6
-def way_of(
-    trainer: Trainer,  # of a run
-) -> dict:  # plain values for checkpoint and summary
-    "How a trainer computes."
-    known = dict(precision=str(trainer.precision).removeprefix('torch.'))
-    known['attn_implementation'] = trainer.model.config._attn_implementation
-    return known | dict(microbatch_size=trainer.microbatch_size, on=trainer.device.type)
-
-# %% ../nbs/engine/launch.ipynb #lau0way7
-def as_before(
-    recipe: Recipe,  # of the run
-    folder: Path,  # of all its checkpoints
-    world: World,  # of any size
-) -> Recipe:  # with the values of the newest checkpoint where it says auto
-    "Compute as the run did before it was stopped. Nothing changes for another kind of device."
-    newest = newest_sound(folder, lambda text: None) if world.is_first else None
-    known = share(world, read_json(newest / 'state.json')['extra'] if newest else {})
-    if known.get('on') != pick_device(recipe.impl).type:
-        return recipe
-    saved = known | dict(microbatch_size=str(max(1, known['microbatch_size'] // world.size)))
-    autos = ('precision', 'attn_implementation', 'microbatch_size')
-    changes = {k: saved[k] for k in autos if getattr(recipe.impl, k) == 'auto'}
-    return replace(recipe, impl=replace(recipe.impl, **changes))
 
 # %% ../nbs/engine/launch.ipynb #43acdb64
 def launcher() -> str:

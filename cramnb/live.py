@@ -267,10 +267,11 @@ class LiveServer(ThreadingHTTPServer):
 def _folder(base, name):
     "The folder of a run, or of the one touched last."
     names = [r['name'] for r in list_runs(base)]
+    if name and name not in names:
+        there = nearest(name, names) if names else ' There is none: `cramnb cram` makes one.'
+        raise CramError(f"{name!r} is not a run in {base}.{there}")
     if not names:
         raise CramError(f"{base} holds no run: `cramnb cram` makes one.")
-    if name and name not in names:
-        raise CramError(f"{name!r} is not a run in {base}.{nearest(name, names)}")
     return base / (name or names[-1])
 
 # %% ../nbs/engine/live.ipynb #f14aa038

@@ -48,6 +48,7 @@ def kept_bytes(
     precision: torch.dtype = torch.bfloat16,  # of the matrix products
 ) -> int:  # bytes that one pass keeps for its way back, parameters left out
     "Run one way forward with fake tensors and add up what autograd puts aside."
+    how = dict(mlm_probability=mlm_probability, mask_token_id=0, vocab_size=vocab_size)
     kept = {}
 
     def keep(tensor):
@@ -55,7 +56,6 @@ def kept_bytes(
         kept[storage._cdata] = storage  # held, so that no address is used twice
         return tensor
 
-    how = dict(mlm_probability=mlm_probability, mask_token_id=0, vocab_size=vocab_size)
     with torch.random.fork_rng([]), FakeTensorMode():
         model = build_model(arch, vocab_size).train()
         batch = mask_tokens(torch.randint(0, vocab_size, (rows, seq_length)), **how)
@@ -121,8 +121,8 @@ def memory_needed(
 ) -> Memory:
     "Weights, gradients and averages by their size; what a pass keeps by looking."
     parameters, p, T = parameters_by_part(arch, vocab_size), train.mlm_probability, seq_length
-    kept = activation_bytes(arch, vocab_size, T, p, precision)
-    ends, layer, L = kept['ends'], kept['layer'], arch.num_hidden_layers
+    layer, ends = activation_bytes(arch, vocab_size, T, p, precision).values()
+    L = arch.num_hidden_layers
     logits = 2 * 4 * vocab_size * round(T * (1.0 if arch.model_type == 'bert' else p))
     fixed, row = (end + L * each for end, each in zip(ends, layer))
     if recompute:
@@ -135,8 +135,8 @@ def memory_needed(
     state = STATE_BYTES[train.optimizer] * n
     if train.optimizer == 'muon':  # the embeddings are AdamW's
         state += 4 * parameters['embeddings']
-    states = dict(weights=4 * n, gradients=4 * n, optimizer=state, activations=fixed)
-    return Memory(states, dict(activations=row, logits=logits))
+    same = dict(weights=4 * n, gradients=4 * n, optimizer=state, activations=fixed)
+    return Memory(same, dict(activations=row, logits=logits))
 
 # %% ../nbs/engine/memory.ipynb #mem00023
 @dataclass
@@ -151,6 +151,10 @@ class Fit:
     def needed(self) -> float:  # bytes
         return self.memory.total(self.microbatch)
 
+    @property
+    def parts(self) -> dict[str, float]:  # bytes
+        return self.memory.parts(self.microbatch)
+
 # %% ../nbs/engine/memory.ipynb #mem00024
 _FEW = 8  # rows of a pass below which recomputation is worth its price
 
@@ -160,14 +164,14 @@ def fit_memory(
     limit: float,  # bytes
     vocab_size: int = 0,  # V; 0: what the recipe asks for
     precision: torch.dtype = torch.bfloat16,  # of the matrix products
+    most: int = 1024,  # rows of a pass, where the recipe names no number
 ) -> Fit:
     "The largest pass within a limit, with recomputation where it is needed. Raises CramError."
     train, size = recipe.train, recipe.impl.microbatch_size
-    wanted = train.batch_size if size == 'auto' else int(size)
+    wanted = min(most, train.batch_size) if size == 'auto' else int(size)
     enough = _FEW if size == 'auto' else wanted
     known = (vocab_size or recipe.data.vocab_size, train, recipe.data.seq_length, precision)
-    asked = str(getattr(recipe.impl, 'recompute', 'auto')).lower()
-    fits = []
+    fits, asked = [], recipe.impl.recompute
     for recompute in (asked == 'true', asked != 'false'):
         need = memory_needed(recipe.arch, *known, recompute)
         fits.append(Fit(min(wanted, need.largest(limit)), recompute, need))

@@ -52,11 +52,13 @@ ALIASES = {  # the original's key -> ours
     'impl.early_termination.budget': 'train.early_hours',
     'impl.early_termination.loss_threshold': 'train.early_loss',
     'tensorboard.enabled': 'impl.tensorboard',
+    'arch.gradient_checkpointing': 'impl.recompute',
 }
 for _group, _pairs in _SPELT.items():
     ALIASES |= dict(re.sub('(^|=)', rf'\1{_group}.', pair).split('=') for pair in _pairs.split())
 
 # %% ../nbs/engine/names.ipynb #c4fe6f09
+_SWITCH = dict(true='true', yes='true', on='true', false='false', no='false', off='false')
 _POOLERS = dict(avg='mean', zero_index='first')
 _OPTIMIZERS = dict(adam='adamw', adam_classic='adam', adam8bit='adamw8bit', AdamW='adamw')
 VALUES = {
@@ -70,6 +72,9 @@ VALUES = {
     'eval.arch_modifications.classification_head.pooler': _POOLERS,
     'impl.mixed_precision': dict(true='auto', false='float32'),
     'impl.microbatch_size': dict(null='auto'),
+    'impl.compile_torch': _SWITCH,
+    'impl.recompute': _SWITCH,
+    'arch.gradient_checkpointing': _SWITCH,
 }
 
 # %% ../nbs/engine/names.ipynb #75ae03be
@@ -146,7 +151,6 @@ TAKEN = {  # the original's key -> what it does here
     'arch.embedding.*': 'arch.hidden_dropout_prob, arch.hidden_size, data.vocab_size say it',
     'arch.attention.*': 'attention is softmax over all heads; see impl.attn_implementation',
     'arch.classification_head.*': 'the head is dense, tanh, dropout, linear, as in BERT',
-    'arch.gradient_checkpointing': 'use impl.loss_chunk_size or a smaller impl.microbatch_size',
     'arch.pad_token_id': 'the tokenizer knows it',
     'arch.use_cache': 'an encoder has no cache',
     'data.name': 'a corpus is named after its content',

@@ -258,12 +258,20 @@ class Impl:
 
     path: str = option('corpora', 'folder of prepared corpora')
     microbatch_size: str = option('auto', 'sequences per pass, or auto')
-    device: str = one_of('auto cpu cuda', 'where to compute')
+    device: str = one_of('auto cpu cuda mps', 'where to compute; mps: Apple silicon')
     precision: str = one_of(
         'auto float32 bfloat16 float16',
         'of matrix products; auto: 16 bits on a GPU; on a CPU measured where 2 minutes or more',
     )
-    compile_torch: bool = option(True, 'torch.compile on a GPU')
+    compile_torch: str = one_of(
+        'auto true false',
+        'torch.compile; auto: on a GPU; on a CPU measured where 20 minutes or more',
+    )
+    memory: str = option('', 'plan for so much: 8GB, 24GB (empty: all that a GPU has)')
+    recompute: str = one_of(
+        'auto true false',
+        'layers forget and compute again: less memory, a third more work; auto: if it must be',
+    )
     deterministic: bool = option(False, 'insist on reproducible kernels')
     threads: int = option(0, 'CPU threads (0: all)', high=1024)
     attn_implementation: str = one_of(

@@ -1,7 +1,7 @@
 """What a user would write instead, kept for comparison
 
-The usual ways, for comparison: `with_collator`, `with_data_loader`, `with_datasets` and
-`with_trainer` do with the parts of the shelf what the library does, `run_arm` runs one arm in a
+The usual ways, for comparison: `with_collator`, `with_data_loader`, `with_datasets`,
+`with_trainer` and `beside_transformers` do with the parts of the shelf what the library does, `run_arm` runs one arm in a
 process of its own, and `same_contents` compares what both made.
 
 Docs: https://cramnb.github.io/cramnb/engine/rivals.html.md"""
@@ -10,7 +10,7 @@ Docs: https://cramnb.github.io/cramnb/engine/rivals.html.md"""
 
 # %% auto #0
 __all__ = ['with_collator', 'without_bars', 'stored_table', 'with_data_loader', 'with_datasets', 'with_cramnb', 'same_contents',
-           'arm_process', 'run_arm', 'with_trainer']
+           'arm_process', 'run_arm', 'with_trainer', 'from_bert', 'beside_transformers']
 
 # %% ../nbs/engine/rivals.ipynb #b0e00005
 import json
@@ -28,8 +28,11 @@ import datasets
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerFast,
     PrinterCallback,
@@ -40,10 +43,14 @@ from transformers import (
 from .core import CramError
 from .corpus import normalizer
 from .glue import score
-from .options import Data
+from .mlm import build_model
+from .options import Arch, Data
 from .packing import PackedCorpus
+from .recipe import preset
+from .steps import WAYS, Side, our_ways
 from .store import prepare_corpus
 from .tokenizer import SPECIAL_TOKENS, wrap
+from .train import mlm_loss
 
 # %% ../nbs/engine/rivals.ipynb #b0e10002
 def with_collator(
@@ -261,3 +268,64 @@ def with_trainer(
     out = trainer.predict(feed['dev']).predictions
     answers = out[:, 0] if task.num_labels == 1 else out.argmax(1)
     return score(task.target, answers, np.array([r['label'] for r in splits['dev']]))
+
+# %% ../nbs/engine/rivals.ipynb #k7rv0001
+_BERT = [  # ours, BERT's, tried in order
+    pair.split('=')
+    for pair in 'model.embeddings.norm=bert.embeddings.LayerNorm '
+    'model.embeddings.=bert.embeddings. model.layers.=bert.encoder.layer. '
+    'attention.output.=attention.output.dense. mlp.output=output.dense '
+    'attention_norm=attention.output.LayerNorm mlp_norm=output.LayerNorm '
+    'mlp.input=intermediate.dense head.dense=cls.predictions.transform.dense '
+    'head.norm=cls.predictions.transform.LayerNorm decoder.bias=cls.predictions.bias '
+    'attention.qkv=attention.self.query'.split()
+]
+
+# %% ../nbs/engine/rivals.ipynb #k7rv0002
+def from_bert(
+    names: list[str],  # of our parameters
+    theirs: dict[str, Tensor],  # tensors of a BertForMaskedLM, or their gradients
+    values: bool,  # are these weights? the gradient of a sum is not a sum
+) -> dict[str, Tensor]:  # of our model in BERT's shape
+    "BERT's tensors under our names."
+    out = {}
+    for name in names:
+        key = name
+        for our_part, their_part in _BERT:
+            key = key.replace(our_part, their_part)
+        if 'query' in key:
+            out[name] = torch.cat([theirs[key.replace('query', n)] for n in _THREE])
+        elif name == _TABLE:
+            positions = theirs['bert.embeddings.position_embeddings.weight']
+            first_text = theirs['bert.embeddings.token_type_embeddings.weight'][0]
+            out[name] = positions + first_text if values else positions
+        else:
+            out[name] = theirs[key]
+    return out
+
+# %% ../nbs/engine/rivals.ipynb #k7rv0003
+_THREE, _TABLE = ('query', 'key', 'value'), 'model.embeddings.position.table.weight'
+
+# %% ../nbs/engine/rivals.ipynb #k7rv0004
+def beside_transformers(
+    arch: Arch,  # reads the sizes
+    vocab_size: int,  # V
+    compiled: bool = True,  # may our side compile?
+) -> tuple[Side, Side, Callable]:  # ours, theirs, and `translate`
+    "Our model in BERT's shape, and `BertForMaskedLM` as its users train it, dropout on."
+    sizes = 'hidden_size num_hidden_layers num_attention_heads intermediate_size'.split()
+    given = {name: getattr(arch, name) for name in sizes} | dict(hidden_act='gelu')
+    shape = replace(preset('arch', 'bert-original'), **given, max_position_embeddings=512)
+    model = build_model(shape, vocab_size)
+    bert = BertForMaskedLM(BertConfig(vocab_size=vocab_size, **given))
+    names = [name for name, _ in model.named_parameters()]
+
+    def loss(model, batch):
+        visible = torch.ones_like(batch.input_ids)
+        return model(batch.input_ids, attention_mask=visible, labels=batch.labels).loss
+
+    def translate(tensors, values):
+        return from_bert(names, tensors, values)
+
+    ours = Side(model, mlm_loss, our_ways(compiled))
+    return ours, Side(bert, loss, WAYS, dropout=True), translate

@@ -1,8 +1,7 @@
 """Train inside a folder, and go on after a kill
 
-One run from start to end: `open_run` meets the other processes, `prepare` checks everything and
-builds the corpus, `pretrain` trains in the run's folder, goes on after a kill, and writes the
-finished model; `dry_run` tries it all with two updates.
+`open_run` meets the other processes, `prepare` checks and builds the corpus, `pretrain` trains in
+the run's folder and goes on after a kill, and `dry_run` tries it all with two updates.
 
 Docs: https://cramnb.github.io/cramnb/engine/run.html.md"""
 
@@ -22,13 +21,14 @@ from pathlib import Path
 import torch
 
 from .attention import check_attention
+from .auto import as_before, say_memory, settle, way_of
 from .checkpoint import CheckpointManager
-from .core import CramError, fingerprint, quiet, read_json, whole, write_json
+from .core import CramError, Stopped, fingerprint, quiet, read_json, whole, write_json
 from .device import card_options, compile_ahead, pick_device, pick_precision
 from .device import process_settings, uneven_batch
 from .distributed import World, parallelise
-from .launch import Follower, Interruptible, as_before, first_then_rest, join_world, resume
-from .launch import settle, share, wait_for_file, way_of
+from .launch import Follower, Interruptible, first_then_rest, join_world, resume
+from .launch import share, wait_for_file
 from .mlm import build_model, count_parameters, flops_per_token
 from .packing import PackedCorpus
 from .recipe import Recipe, to_dict
@@ -36,8 +36,7 @@ from .runs import check_folder, finished, lock_run, make_folder, run_folder
 from .schedule import lr_factor
 from .store import prepare_corpus, store_folder
 from .trackers import Trackers, check_trackers
-from .train import Stopped, Trainer, heldout_batches, heldout_loss, masked_rows
-from .train import unigram_entropy
+from .train import Trainer, heldout_batches, heldout_loss, masked_rows, unigram_entropy
 from .watch import Log, Meter, card_uuids, notes_of, totals
 
 # %% ../nbs/engine/run.ipynb #0da2a5a8
@@ -88,7 +87,7 @@ def _check_attention(recipe, device, precision):
     check_attention(recipe.impl.attn_implementation, device.type, name, dropout)
 
 # %% ../nbs/engine/run.ipynb #808dfd1e
-def check_run(recipe: Recipe):
+def check_run(recipe: Recipe, say: Callable = silent):
     "Look at all that training needs before anything expensive begins. Raises CramError."
     check_trackers(recipe)
     if not recipe.dryrun:
@@ -96,6 +95,7 @@ def check_run(recipe: Recipe):
     lr_factor(recipe.train.scheduler, 0.0)
     device = pick_device(recipe.impl)
     _check_attention(recipe, device, pick_precision(recipe.impl, device))
+    say_memory(recipe, device, say)
 
 # %% ../nbs/engine/run.ipynb #75c4ee60
 def prepare(
@@ -107,7 +107,7 @@ def prepare(
 
     def work():
         if run.world.is_first:
-            check_run(recipe)
+            check_run(recipe, run.say)
             check(recipe)
         else:
             folder = store_folder(recipe.data, Path(recipe.impl.path).expanduser())
@@ -142,7 +142,7 @@ def make_trainer(
     options = card_options(impl, device, say, halve=world.size == 1)
     options |= dict(budget=recipe.budget, microbatch_size=size, should_stop=should_stop)
     trainer = parallelise(world, model, train, batches, **options)
-    trainer.state.elapsed = took
+    trainer.state.elapsed, trainer.impl = took, impl
     if uneven := uneven_batch(train, trainer.microbatch_size):
         say(uneven)
     return trainer
@@ -205,7 +205,7 @@ def _open_logs(run, trainer, trackers, held):
 
     def beside():
         known = dict(first_heldout=first, processes=world.size, recipe=to_dict(recipe))
-        return known | dict(log_rows=len(run.log.rows)) | way_of(trainer)
+        return known | dict(log_rows=len(run.log.rows)) | way_of(trainer, trainer.impl)
 
     i = recipe.impl
     options = (i.keep_checkpoints, i.keep_best, run.say, beside, identity)
@@ -226,7 +226,7 @@ def _open_log(run, trainer, trackers):
     cards = card_uuids(device, run.world.local_size)
     log.meter = Meter(device, _flops(run), name, kwh, cards, processes)
     if name and not log.meter.peak:
-        run.say(f"The peak of {name!r} is not in cramnb.watch.PEAKS: its share is not logged.")
+        run.say(f"The peak of {name!r} is not in cramnb.cards.PEAKS: its share is not logged.")
     trackers.open(log)
     return log
 
@@ -290,7 +290,7 @@ def _finish(run, trainer, held, first_heldout):
     summary |= dict(tokens_per_second=state.tokens / max(state.elapsed, 1e-9))
     summary |= dict(parameters=count_parameters(trainer.model), flops=_flops(run) * state.tokens)
     summary |= dict(device=str(device), device_name=name, torch=torch.__version__)
-    summary |= way_of(trainer) | totals(rows)
+    summary |= way_of(trainer, trainer.impl) | totals(rows)
     summary['model'] = fingerprint(run.folder / 'model/model.safetensors')  # `publish` compares
     write_json(run.folder / 'pretrain.json', summary)
     return summary

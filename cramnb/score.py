@@ -191,10 +191,10 @@ def _finished(planned):
     return Trial(**{n: found[n] for n in names}), found['predictions']
 
 # %% ../nbs/16_score.ipynb #53ec569d
-def _run_planned(checkpoint, p, tick, device, precision):
+def _run_planned(checkpoint, p, tick, device, precision, attention):
     "Run one trial and keep its result in its file."
     keep = p.file.with_suffix('.model') if p.protocol.save_models else None
-    how = dict(device=device, tick=tick, keep=keep, precision=precision)
+    how = dict(device=device, tick=tick, keep=keep, precision=precision, attention=attention)
     trial, answers = run_trial(checkpoint, p.task, p.splits, p.protocol, p.seed, **how)
     trial.setting = p.setting
     trial.remark = '; '.join(filter(None, (p.remark, trial.remark)))
@@ -253,9 +253,11 @@ def evaluate_checkpoint(
     progress: Callable | None = None,  # progress(stage, done, total, seconds_left=…)
     precision: torch.dtype = torch.float32,  # of the matrix products in training
     weights: str = '',  # fingerprint of the checkpoint; empty: its files are read for one
+    attention: str = 'sdpa',  # kernel
 ) -> list[Trial]:
     "Run every trial that is not there yet. Raises CramError."
-    identity = (_identity(checkpoint, weights), str(precision))
+    how = str(precision) + (f' {attention}' if attention != 'sdpa' else '')
+    identity = (_identity(checkpoint, weights), how)
     planned = _plan_trials(ev, tasks, folder, seed, identity)
     todo = [p for p in planned if not _finished(p)]
     left = _Pace(sum(p.work for p in todo))
@@ -265,7 +267,7 @@ def evaluate_checkpoint(
             if progress:
                 progress(p.stage, done, total, seconds_left=left(p.work * done / total))
 
-        _run_planned(checkpoint, p, tick, device, precision)
+        _run_planned(checkpoint, p, tick, device, precision, attention)
         left.finished += p.work
     found = [(p.task, _finished(p)) for p in planned]
     for task, _, _ in tasks:
