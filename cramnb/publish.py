@@ -41,6 +41,7 @@ _BERT = dict(  # what BERT can say, and nothing else
     embedding_norm=True,
     final_norm=False,
     qk_norm=False,
+    neighbours=False,
     deepnorm=False,
 )
 

@@ -727,6 +727,7 @@ BERT = dict(
     qkv_bias=True,
     decoder_bias=True,
     qk_norm=False,
+    neighbours=False,
     zero_init_residual=False,
 )
 
