@@ -2,14 +2,13 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import test_widgets
 from conftest import ROOT, cramnb
-from test_widgets import lab, wait  # noqa: F401
+from test_widgets import lab, shown, wait  # noqa: F401
 
 from cramnb.cards import MEMORY, PEAKS, Card, card_key, find_card
 from cramnb.core import CramError
@@ -242,19 +241,7 @@ def planner() -> str:
     return "\n".join(before) + "\n" + cell.replace("interact(\n", "view = interact(\n")
 
 
-def test_the_planner_redraws_when_a_control_is_moved(monkeypatch):
-    pytest.importorskip("ipywidgets")
-    from cramnb import show
-
-    shown = []
-    handle = SimpleNamespace(update=shown.append)
-
-    def display(*values, display_id=None):
-        shown.extend(values)
-        return handle if display_id else None
-
-    monkeypatch.setattr(show, "get_ipython", lambda: SimpleNamespace(kernel=object()))
-    monkeypatch.setattr(show, "display", display)
+def test_the_planner_redraws_when_a_control_is_moved(shown):  # noqa: F811
     space = {}
     exec(planner(), space)
     title = lambda: shown[-1].axes[0].get_title(loc="left")

@@ -126,20 +126,27 @@ def test_a_slider_redraws_its_picture_in_jupyterlab(lab):
     assert "Error" not in text and "Traceback" not in text
 
 
-def test_a_slider_redraws_when_it_is_let_go(monkeypatch):
-    "The callback, with a kernel that only remembers what it was told to show."
+@pytest.fixture
+def shown(monkeypatch):
+    "What a kernel was told to show; this one only remembers it."
     pytest.importorskip("ipywidgets")
     from cramnb import show
 
-    shown = []
-    handle = SimpleNamespace(update=shown.append)
+    values = []
+    handle = SimpleNamespace(update=values.append)
 
-    def display(*values, display_id=None):
-        shown.extend(values)
+    def display(*given, display_id=None):
+        values.extend(given)
         return handle if display_id else None
 
     monkeypatch.setattr(show, "get_ipython", lambda: SimpleNamespace(kernel=object()))
     monkeypatch.setattr(show, "display", display)
+    return values
+
+
+def test_a_slider_redraws_when_it_is_let_go(shown):
+    from cramnb import show
+
     view = show.interact(lambda first: f"at {first}", dict(first=2), first=(0, 7))
     slider = view.controls["first"]
     assert shown[-1] == "at 2" and slider.continuous_update is False
