@@ -10,7 +10,7 @@ Docs: https://cramnb.github.io/cramnb/engine/command.html.md"""
 
 # %% auto #0
 __all__ = ['VERBS', 'usage', 'option_table', 'verb_help', 'read_command', 'split_words', 'runs_verb', 'watch_verb', 'go_on',
-           'terminated', 'main']
+           'terminated', 'load', 'main']
 
 # %% ../nbs/engine/command.ipynb #96487058
 import os
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 from .core import CramError, LostRank, Stopped, nearest, say
 from .presets import PRESETS
@@ -208,7 +208,7 @@ def watch_verb(
     if len(names) > 1:
         raise CramError(f"watch shows one run at a time, not {' and '.join(names)}.")
     base = compose([w for w in rest if '=' in w]).base_dir
-    import_module('cramnb.live').watch_run(base, *names, port=int(port), say=say, **own)
+    load('live').watch_run(base, *names, port=int(port), say=say, **own)
 
 # %% ../nbs/engine/command.ipynb #4b69ff42
 def go_on(
@@ -219,7 +219,7 @@ def go_on(
     "How to continue what was stopped."
     words = [w for w in words if not w.lstrip('+-').startswith(('fresh=', 'name='))]
     several = 'WORLD_SIZE' in os.environ
-    start = import_module('cramnb.launch').launcher() if several else 'cramnb'
+    start = load('launch').launcher() if several else 'cramnb'
     return f"{start} {shlex.join([verb, f'name={recipe.name}', *words])}"
 
 # %% ../nbs/engine/command.ipynb #01049328
@@ -243,6 +243,24 @@ def terminated():
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
+# %% ../nbs/engine/command.ipynb #af411960
+def load(
+    name: str,  # of a module of cramnb that brings torch
+) -> ModuleType:
+    "Import a module whole; Ctrl-C and SIGTERM wait, because torch's C code would swallow them."
+    if threading.current_thread() is not threading.main_thread():
+        return import_module(f"cramnb.{name}")
+    pressed = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {n: signal.signal(n, lambda *_: pressed.append(True)) for n in signals}
+    try:
+        return import_module(f"cramnb.{name}")
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler or signal.SIG_DFL)
+        if pressed:
+            raise KeyboardInterrupt
+
 # %% ../nbs/engine/command.ipynb #120f2081
 def _work(words, call):
     "Do what the words ask. `call` keeps recipe and progress for whoever reports the end."
@@ -257,7 +275,7 @@ def _work(words, call):
     elif verb == 'watch':
         watch_verb(rest)
     elif verb not in _WORKERS:
-        getattr(import_module('cramnb.cram'), f'{verb}_verb')(rest)
+        getattr(load('cram'), f'{verb}_verb')(rest)
     else:
         _work_with_recipe(words, call)
 
@@ -265,9 +283,9 @@ def _work(words, call):
 def _work_with_recipe(words, call):
     "Of several processes each one trains, and the first does everything else."
     if 'WORLD_SIZE' in os.environ:
-        call.first = import_module('cramnb.launch').dist_env()['rank'] == 0
+        call.first = load('launch').dist_env()['rank'] == 0
     verb, call.recipe = read_command(words, say if call.first else None)
-    verbs, watch = import_module('cramnb.cram'), import_module('cramnb.watch')
+    verbs, watch = load('cram'), load('watch')
     call.progress = watch.Bars()
     if call.first or verb in ('pretrain', 'cram'):
         getattr(verbs, f'{verb}_verb')(call.recipe, call.progress, say)

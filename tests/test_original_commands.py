@@ -91,6 +91,7 @@ def home(tmp_path_factory, texts):
     home = tmp_path_factory.mktemp("original")
     shutil.copy(texts, home / "docs.jsonl")
     glue(home / "glue")
+    assert main(local(README["final"], home)) == 0
     return home
 
 
