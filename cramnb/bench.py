@@ -301,7 +301,6 @@ def _side_by_side_all(names, rounds, recipe, of_steps, say):
     "A record for each case, and the lines of the table while they come."
     threads, records = torch.get_num_threads(), []
     spread = f'ratio (lowest to highest of {rounds})'
-    say(f"{'case':<10}{'ours/s':>12}{'theirs/s':>12}   {spread}   against")
     torch.set_num_threads(1)
     try:
         for name in names:
@@ -311,6 +310,8 @@ def _side_by_side_all(names, rounds, recipe, of_steps, say):
                 else:
                     case = CASES[name](recipe, Path(scratch))
                 r = measure(name, case, rounds)
+            if not records:
+                say(f"{'case':<10}{'ours/s':>12}{'theirs/s':>12}   {spread}   against")
             records.append(r)
             ratio = f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f})"
             say(f"{name:<10}{r['ours']:>12,.0f}{r['theirs']:>12,.0f}   {ratio}   {r['against']}")

@@ -123,7 +123,7 @@ _hf = dict(model_type='bert', hidden_act='gelu', max_position_embeddings=512,
 # fmt: off
 PRESETS['arch'] = {  # v1, v2: architecture files of the original's two versions
     'crammed-bert': {},  # paper, section 4.2; v2 crammed-bert
-    'tiny': dict(_tiny, position_embedding_type='rotary', qk_norm=True,
+    'tiny': dict(_tiny, num_hidden_layers=2, position_embedding_type='rotary', qk_norm=True,
                  zero_init_residual=True, neighbours=True),  # ours
     'tiny-crammed': _tiny,  # ours: crammed-bert, small
     'modern': dict(position_embedding_type='rotary', norm_type='RMSNorm', norm_eps=1e-6,

@@ -7,25 +7,26 @@ import json
 import re
 import statistics
 import sys
-from collections import Counter
 from datetime import date
 from pathlib import Path
 
 POSITIONS = "arch.position_embedding_type=rotary arch.qk_norm=True arch.zero_init_residual=True"
 FAITHFUL = "arch=tiny-crammed train=bert-o4 train.batch_size=32 train.batch_size_ramp=0"
+SHALLOW = "arch.num_hidden_layers=2"
 ARMS = {
-    "faithful": ("crammed-BERT and its AdamW, small", FAITHFUL),
+    "faithful": ("crammed-BERT and its AdamW, small: 4 layers of 128", FAITHFUL),
     "positions": (
         "the same with rotary positions, norms of queries and keys, blocks that start at zero",
         f"{FAITHFUL} {POSITIONS}",
     ),
+    "shallow": ("that, with 2 layers", f"{FAITHFUL} {POSITIONS} {SHALLOW}"),
     "modern": ("that, neighbours, Muon, and a plateau before the fall", "arch=tiny train=tiny"),
 }
 PLACE = dict(
     device="one of two x86-64 cores with 16-bit products, bfloat16 and eager attention",
     corpus="13,211 articles of the English Wikipedia of 2015, 49.8 million tokens, 1 % held out",
     vocab_size=8192,
-    shape="4 layers of 128, rows of 128 tokens, 32 rows an update",
+    shape="rows of 128 tokens, 32 rows an update",
     clock="processor time of one thread, inside updates only",
 )
 
@@ -41,42 +42,34 @@ def rates(row: dict) -> dict:
     return dict(lr=float(said.get("train.lr", preset)), muon_lr=muon and float(muon))
 
 
-def times(row: dict, seeds: Counter) -> tuple:
-    "The rates that were run with most seeds; of several, those with the lowest loss."
-    return seeds[row["arm"], *rates(row).values()], -row["heldout"]
-
-
 def pick(row: dict, *names: str) -> dict:
     return {name: row[name] for name in names}
 
 
 def arms(rows: list[dict], commit: str) -> dict:
-    whole = max(r["minutes"] for r in rows)
-    swept = [r for r in rows if r["minutes"] == whole and r["seed"] == 0]
-    seeds = Counter((r["arm"], *rates(r).values()) for r in rows if r["minutes"] == whole)
-    best = {
-        a: max((r for r in swept if r["arm"] == a), key=lambda r: times(r, seeds)) for a in ARMS
-    }
-    chosen = [r for r in rows if rates(r) == rates(best[r["arm"]])]
+    "Runs of kind `sweep` (one seed, many rates), `main` (many seeds) and `short`."
+    kinds = {kind: [r for r in rows if r["kind"] == kind] for kind in ("sweep", "main", "short")}
+    first = {a: next(r for r in kinds["main"] if r["arm"] == a) for a in ARMS}
     columns = "arm minutes seed tokens seconds tokens_per_second heldout few curve".split()
     sweep = [
-        dict(pick(r, "arm", "seed", "tokens", "seconds", "heldout"), **rates(r)) for r in swept
+        dict(pick(r, "arm", "seed", "tokens", "seconds", "heldout"), **rates(r))
+        for r in kinds["sweep"]
     ]
     return dict(
         head(rows, commit),
-        minutes=whole,
-        parameters={a: best[a]["parameters"] for a in ARMS},
+        minutes=first["modern"]["minutes"],
+        sweep_minutes=kinds["sweep"][0]["minutes"],
+        parameters={a: first[a]["parameters"] for a in ARMS},
         arms=[
-            dict(arm=a, what=what, command=f"{words} {' '.join(best[a]['change'])}".strip())
+            dict(arm=a, what=what, command=f"{words} {' '.join(first[a]['change'])}".strip())
             for a, (what, words) in ARMS.items()
         ],
         sweep=sorted(sweep, key=lambda r: (r["arm"], r["muon_lr"] or 0, r["lr"])),
         runs=[
             pick(r, *columns) | dict(curve=[*r["curve"], [r["seconds"], r["tokens"], r["few"]]])
-            for r in chosen
-            if r["minutes"] == whole
+            for r in kinds["main"]
         ],
-        shorter=[pick(r, *columns[:-2]) for r in chosen if r["minutes"] < whole],
+        shorter=[pick(r, *columns[:-2]) for r in kinds["short"]],
         scores=[],
     )
 
