@@ -16,11 +16,14 @@ SHALLOW = "arch.num_hidden_layers=2"
 ARMS = {
     "faithful": ("crammed-BERT and its AdamW, small: 4 layers of 128", FAITHFUL),
     "positions": (
-        "the same with rotary positions, norms of queries and keys, blocks that start at zero",
+        "faithful with rotary positions, norms of queries and keys, and blocks that start at zero",
         f"{FAITHFUL} {POSITIONS}",
     ),
-    "shallow": ("that, with 2 layers", f"{FAITHFUL} {POSITIONS} {SHALLOW}"),
-    "modern": ("that, neighbours, Muon, and a plateau before the fall", "arch=tiny train=tiny"),
+    "shallow": ("positions with 2 layers in place of 4", f"{FAITHFUL} {POSITIONS} {SHALLOW}"),
+    "modern": (
+        "shallow with neighbours, Muon, and a rate that stays level before it falls",
+        "arch=tiny train=tiny",
+    ),
 }
 PLACE = dict(
     device="one of two x86-64 cores with 16-bit products, bfloat16 and eager attention",

@@ -1,4 +1,5 @@
-"""The committed log of a real run: `python tests/log_run.py runs/cram > nbs/data/cram_cpu.json`.
+"""The committed log of a real run:
+`python tests/log_run.py runs/cram "two CPU cores" > nbs/data/cram_cpu.json`.
 
 Chapters read it where a run of three minutes would be too long. It holds the figures of the run,
 its scores, and guesses for the same hidden words before and after.
@@ -31,7 +32,7 @@ def guesses(model, tokenizer) -> list:
     return [[[token, round(p, 4)] for token, p in five] for five in found]
 
 
-def main(run: Path) -> dict:
+def main(run: Path, device: str) -> dict:
     ended, told = (json.loads((run / f"{name}.json").read_text()) for name in ("pretrain", "glue"))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     torch.manual_seed(0)
@@ -45,7 +46,7 @@ def main(run: Path) -> dict:
     figures = "device_name torch tokens updates flops parameters"
     losses = "first_heldout loss heldout unigram"
     return {
-        "device": "two CPU cores",
+        "device": device,
         "commit": commit.stdout.strip(),
         "date": date.today().isoformat(),
         "recipe": "tiny",
@@ -65,5 +66,5 @@ def main(run: Path) -> dict:
 
 
 if __name__ == "__main__":
-    text = json.dumps(main(Path(sys.argv[1])), indent=1)
+    text = json.dumps(main(Path(sys.argv[1]), sys.argv[2]), indent=1)
     print(re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text))
