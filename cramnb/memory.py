@@ -151,9 +151,6 @@ class Fit:
     def needed(self) -> float:  # bytes
         return self.memory.total(self.microbatch)
 
-    @property
-    def parts(self) -> dict[str, float]:  # bytes
-        return self.memory.parts(self.microbatch)
 
 # %% ../nbs/engine/memory.ipynb #mem00024
 _FEW = 8  # rows of a pass below which recomputation is worth its price

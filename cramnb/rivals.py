@@ -46,6 +46,7 @@ from .glue import score
 from .mlm import build_model
 from .options import Arch, Data
 from .packing import PackedCorpus
+from .publish import bert_names
 from .recipe import preset
 from .steps import WAYS, Side, our_ways
 from .store import prepare_corpus
@@ -269,18 +270,6 @@ def with_trainer(
     answers = out[:, 0] if task.num_labels == 1 else out.argmax(1)
     return score(task.target, answers, np.array([r['label'] for r in splits['dev']]))
 
-# %% ../nbs/engine/rivals.ipynb #k7rv0001
-_BERT = [  # ours, BERT's, tried in order
-    pair.split('=')
-    for pair in 'model.embeddings.norm=bert.embeddings.LayerNorm '
-    'model.embeddings.=bert.embeddings. model.layers.=bert.encoder.layer. '
-    'attention.output.=attention.output.dense. mlp.output=output.dense '
-    'attention_norm=attention.output.LayerNorm mlp_norm=output.LayerNorm '
-    'mlp.input=intermediate.dense head.dense=cls.predictions.transform.dense '
-    'head.norm=cls.predictions.transform.LayerNorm decoder.bias=cls.predictions.bias '
-    'attention.qkv=attention.self.query'.split()
-]
-
 # %% ../nbs/engine/rivals.ipynb #k7rv0002
 def from_bert(
     names: list[str],  # of our parameters
@@ -290,21 +279,10 @@ def from_bert(
     "BERT's tensors under our names."
     out = {}
     for name in names:
-        key = name
-        for our_part, their_part in _BERT:
-            key = key.replace(our_part, their_part)
-        if 'query' in key:
-            out[name] = torch.cat([theirs[key.replace('query', n)] for n in _THREE])
-        elif name == _TABLE:
-            positions = theirs['bert.embeddings.position_embeddings.weight']
-            first_text = theirs['bert.embeddings.token_type_embeddings.weight'][0]
-            out[name] = positions + first_text if values else positions
-        else:
-            out[name] = theirs[key]
+        out[name] = torch.cat([theirs[key] for key in bert_names(name)])
+        if values and name == 'model.embeddings.position.table.weight':
+            out[name] = out[name] + theirs['bert.embeddings.token_type_embeddings.weight'][0]
     return out
-
-# %% ../nbs/engine/rivals.ipynb #k7rv0003
-_THREE, _TABLE = ('query', 'key', 'value'), 'model.embeddings.position.table.weight'
 
 # %% ../nbs/engine/rivals.ipynb #k7rv0004
 def beside_transformers(

@@ -78,10 +78,11 @@ class Side:
 
     def update(self, batch: MaskedBatch, train: Train) -> float:  # its loss
         "One step: forward, backward, clip, move."
-        self.optimizer = self.optimizer or build_optimizer(self.model, train)
+        precision = getattr(torch, self.way.precision)
+        self.optimizer = self.optimizer or build_optimizer(self.model, train, precision)
         self.model.train(self.dropout)
-        how = dict(loss=self.compiled if self.way.compiled else self.loss)
-        how |= dict(precision=getattr(torch, self.way.precision))
+        loss = self.compiled if self.way.compiled else self.loss
+        how = dict(loss=loss, precision=precision)
         device = batch.input_ids.device
         with keep_memory(device) if self.way.memory else nullcontext():
             loss = accumulate(self.model, [batch], len(batch.input_ids), **how)
@@ -311,6 +312,10 @@ def own_words(
     if wrong := [name for name in own if name not in known]:
         options = ', '.join(f'bench.{k} ({v})' for k, v in known.items())
         raise CramError(f"bench.{wrong[0]} is not an option of the bench: it has {options}.")
+    choices = dict(compiled=('none', 'ours', 'both'), lend=('True', 'False', 'true', 'false'))
+    for name in own.keys() & choices:
+        if own[name] not in choices[name]:
+            raise CramError(f"bench.{name}={own[name]} is not possible: give {known[name]}.")
     return own, [w for w in words if w not in mine]
 
 # %% ../nbs/engine/steps.ipynb #k7st0044

@@ -121,7 +121,7 @@ def test_words_become_cases_and_a_recipe():
         and recipe.data.max_megabytes == 4
     )
     assert (
-        read_bench([])[0] == list(CASES)
+        read_bench([])[0] == [*CASES, "step"]
         and read_bench(["data.max_megabytes=7"])[2].data.max_megabytes == 7
     )
 
@@ -208,6 +208,9 @@ def test_words_of_the_bench_are_told_apart():
     assert own == dict(original="here", lend="True") and rest == ["step", "rounds=2"]
     with pytest.raises(CramError, match="bench.origin is not an option of the bench"):
         own_words(["bench.origin=here"])
+    for wrong in ("bench.compiled=sometimes", "bench.lend=perhaps"):
+        with pytest.raises(CramError, match=f"{wrong} is not possible"):
+            own_words([wrong])
 
 
 def test_a_step_has_small_sizes_unless_others_are_named():
