@@ -76,7 +76,7 @@ def bert_names(
         return [name]
     return [name.replace('.qkv.', f'.self.{part}.') for part in ('query', 'key', 'value')]
 
-
+# %% ../nbs/engine/publish.ipynb #b0c0bw01
 def _bert_weights(model):
     "Our tensors under BERT's names."
     out = {}

@@ -111,7 +111,7 @@ def _fitted(recipe, card, V, precision, most):
     rows = fit.microbatch
     again = ', layers recomputed' if fit.recompute else ''
     room = f'{fit.needed / 1e9:.1f} of {limit / 1e9:.3g} GB with passes of {rows} rows{again}'
-    return fit.parts, rows, room
+    return fit.memory.parts(rows), rows, room
 
 # %% ../nbs/18_scaling.ipynb #sc18pl01
 def plan_run(

@@ -85,7 +85,7 @@ def test_a_limit_becomes_a_pass_or_one_message():
     fits = [gb(n) for n in (2.5, 3, 4, 8, 24, 48)]
     assert all(fit.needed <= 0.9 * n * 1e9 for fit, n in zip(fits, (2.5, 3, 4, 8, 24, 48)))
     assert [fit.recompute for fit in fits] == [True, True, False, False, False, False]
-    assert gb(8).microbatch == 32 and sum(gb(8).parts.values()) == gb(8).needed
+    assert gb(8).microbatch == 32 and sum(gb(8).memory.parts(32).values()) == gb(8).needed
     assert gb(8, "impl.microbatch_size=16").microbatch == 16
     assert fit_memory(crammed(), 80e9, most=32).microbatch == 32
     with pytest.raises(CramError, match="at most impl.microbatch_size=32|128"):
