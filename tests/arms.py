@@ -30,6 +30,11 @@ def corpus_of(recipe) -> PackedCorpus:
     return prepare_corpus(recipe.data, recipe.impl.path)[0]
 
 
+def tokens_per_character(corpus: PackedCorpus) -> float:
+    "Of the held-out text, so that losses of other vocabularies can be compared."
+    return corpus.heldout[:].size / sum(map(len, corpus.heldout_documents()))
+
+
 def learn(job: dict, folder: Path) -> dict:
     words = FASTEST + [f"seed={job['seed']}", f"budget={job['minutes']}m"] + job["words"]
     recipe = compose(words)
@@ -52,6 +57,7 @@ def learn(job: dict, folder: Path) -> dict:
     return dict(
         job,
         heldout=round(loss, 4),
+        per_character=round(loss * tokens_per_character(corpus), 4),
         few=round(last, 4),
         tokens=state.tokens,
         updates=state.update,

@@ -37,7 +37,7 @@ from cramnb.recipe import compose, from_dict, preset, tiny, to_dict
 from cramnb.run import Run, pretrain
 from cramnb.train import mlm_loss
 from cramnb.ways import (
-    Way,
+    MeasuredWay,
     choose,
     fastest_way,
     measure_compiled,
@@ -334,8 +334,8 @@ def ways(*figures, loss=9.01):
     "float32 at 100 sequences a second, and two ways in 16 bits: (speed, loss) of each."
     names = (("bfloat16", "sdpa"), ("bfloat16", "eager"))
     return [
-        Way("float32", "sdpa", 100, loss),
-        *(Way(*name, *both) for name, both in zip(names, figures)),
+        MeasuredWay("float32", "sdpa", 100, loss),
+        *(MeasuredWay(*name, *both) for name, both in zip(names, figures)),
     ]
 
 
@@ -400,7 +400,7 @@ def test_an_attention_that_is_named_stays_and_one_line_says_what_was_chosen(
 
     def measured(model, source, rows, names):
         tried.extend(names)
-        return [Way(*name, 100 + 60 * (name == names[-1]), 9.0) for name in names]
+        return [MeasuredWay(*name, 100 + 60 * (name == names[-1]), 9.0) for name in names]
 
     monkeypatch.setattr("cramnb.ways.measure_ways", measured)
     best = fastest_way(attention, model(), batches, 8, told.append)
@@ -436,7 +436,9 @@ def test_a_run_that_is_short_exact_or_told_what_to_do_does_not_measure(words, mo
 
 @pytest.mark.parametrize("counts", [True, False])
 def test_two_minutes_are_measured_inside_the_budget_as_compiling_is(counts, monkeypatch):
-    monkeypatch.setattr("cramnb.auto.fastest_way", lambda *_: Way("bfloat16", "eager", 160, 9.0))
+    monkeypatch.setattr(
+        "cramnb.auto.fastest_way", lambda *_: MeasuredWay("bfloat16", "eager", 160, 9.0)
+    )
     m, r = model(), tiny("impl.device=cpu", "budget=2m", f"train.count_compile={counts}")
     impl, took = settle(r, m, batches, World(), print)
     assert (impl.precision, impl.attn_implementation) == ("bfloat16", "eager")
@@ -458,7 +460,7 @@ def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts,
         raise Stopped
 
     def measured(*_):
-        return Way("bfloat16", "eager", 160, 9.0)
+        return MeasuredWay("bfloat16", "eager", 160, 9.0)
 
     monkeypatch.setattr("cramnb.run._train_loop", one_update)
     monkeypatch.setattr("cramnb.auto.auto_microbatch", lambda *_: 8)
@@ -516,7 +518,9 @@ def test_float32_with_eager_attention_is_named_as_such(monkeypatch):
     told = []
 
     def measured(model, source, rows, names):
-        return [Way(*name, 100 + 60 * (name == ("float32", "eager")), 9.0) for name in names]
+        return [
+            MeasuredWay(*name, 100 + 60 * (name == ("float32", "eager")), 9.0) for name in names
+        ]
 
     monkeypatch.setattr("cramnb.ways.measure_ways", measured)
     assert fastest_way("auto", model(), batches, 8, told.append)[:2] == ("float32", "eager")
@@ -552,7 +556,7 @@ def test_compiling_is_taken_where_it_pays_back_within_the_budget(gain, cost, lef
 def test_a_compiler_is_measured_and_its_fate_is_said(found, left, taken, said, monkeypatch):
     told = []
     monkeypatch.setattr("cramnb.ways.measure_compiled", lambda *_: found)
-    way = Way("float32", "sdpa", 100, 9.0)
+    way = MeasuredWay("float32", "sdpa", 100, 9.0)
     assert worth_compiling(way, model(), batches, 8, left, told.append) == taken
     assert said in " ".join(told) and len(told) == bool(said)
 
@@ -560,7 +564,7 @@ def test_a_compiler_is_measured_and_its_fate_is_said(found, left, taken, said, m
 def test_measuring_a_compiler_leaves_no_trace():
     m, random = model(), torch.get_rng_state()
     gain, cost, off = measure_compiled(
-        Way("float32", "eager", 1, 9.0), m, batches, 8, lambda loss, **_: loss
+        MeasuredWay("float32", "eager", 1, 9.0), m, batches, 8, lambda loss, **_: loss
     )
     assert gain > 0 and cost > 0 and off == 0.0
     assert torch.equal(random, torch.get_rng_state()) and all(
@@ -575,7 +579,9 @@ def test_without_a_compiler_none_is_offered_and_its_choice_is_kept(
 ):
     here = Machine("this processor", "cpu", 16e9, False, compiler)
     monkeypatch.setattr("cramnb.auto.machine_here", lambda device: here)
-    monkeypatch.setattr("cramnb.auto.fastest_way", lambda *_: Way("float32", "sdpa", 100, 9.0))
+    monkeypatch.setattr(
+        "cramnb.auto.fastest_way", lambda *_: MeasuredWay("float32", "sdpa", 100, 9.0)
+    )
     monkeypatch.setattr("cramnb.auto.worth_compiling", lambda *_: True)
     m, r = model(), tiny("impl.device=cpu", "budget=30m")
     impl, _ = settle(r, m, batches, World(), print)
