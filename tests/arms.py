@@ -11,15 +11,17 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from cramnb.device import keep_memory
-from cramnb.packing import PackedCorpus
+from cramnb.packing import PackedCorpus, pack
 from cramnb.recipe import compose
 from cramnb.run import make_trainer
 from cramnb.store import prepare_corpus
+from cramnb.tokenizer import encode
 from cramnb.train import heldout_batches, heldout_loss, unigram_entropy
 
 FASTEST = ["impl.precision=bfloat16", "impl.attn_implementation=eager", "impl.microbatch_size=32"]
@@ -30,15 +32,24 @@ def corpus_of(recipe) -> PackedCorpus:
     return prepare_corpus(recipe.data, recipe.impl.path)[0]
 
 
-def tokens_per_character(corpus: PackedCorpus) -> float:
-    "Of the held-out text, so that losses of other vocabularies can be compared."
-    return corpus.heldout[:].size / sum(map(len, corpus.heldout_documents()))
+def judged_by(job: dict, recipe, corpus: PackedCorpus) -> tuple[PackedCorpus, int]:
+    """The corpus with the held-out text of the recipe in `judge`, and how many characters it has.
+
+    A filter works on held-out text as well, so recipes of text need one judge for all of them.
+    """
+    if "judge" not in job:
+        return corpus, sum(map(len, corpus.heldout_documents()))
+    documents = corpus_of(compose(job["judge"])).heldout_documents()
+    cls_id = corpus.tokenizer.cls_token_id if recipe.data.include_cls else None
+    ids = [i[recipe.data.include_cls :] for i in encode(corpus.tokenizer, documents)]
+    rows = pack(ids, recipe.data.seq_length, cls_id)[0]
+    return replace(corpus, heldout=rows), sum(map(len, documents))
 
 
 def learn(job: dict, folder: Path) -> dict:
     words = FASTEST + [f"seed={job['seed']}", f"budget={job['minutes']}m"] + job["words"]
     recipe = compose(words)
-    corpus = corpus_of(recipe)
+    corpus, characters = judged_by(job, recipe, corpus_of(recipe))
     trainer = make_trainer(recipe, corpus)
     trainer.clock = time.process_time
     held = heldout_batches(corpus, recipe.train)
@@ -57,7 +68,7 @@ def learn(job: dict, folder: Path) -> dict:
     return dict(
         job,
         heldout=round(loss, 4),
-        per_character=round(loss * tokens_per_character(corpus), 4),
+        per_character=round(loss * corpus.heldout[:].size / characters, 4),
         few=round(last, 4),
         tokens=state.tokens,
         updates=state.update,

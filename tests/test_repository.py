@@ -275,6 +275,47 @@ def test_chapters_are_chapters():
 # --- the site
 
 
+def minutes(path: Path) -> float:
+    "To read a chapter, 180 words and 25 lines of code a minute, without glossary and exercises."
+    words, lines, counts = 0, 0, True
+    for cell in cells(path):
+        text = source(cell)
+        if cell["cell_type"] == "markdown":
+            if heading := re.match("#+ (.*)", text):
+                counts = heading[1] not in ("Glossary", "Exercises")
+            words += counts * len(text.split())
+        elif counts and not re.search(r"#\| *(echo: *false|hide)", text):
+            lines += sum(bool(x.strip()) and not x.startswith("#|") for x in text.splitlines())
+    return words / 180 + lines / 25
+
+
+def exercises(path: Path) -> list[int]:
+    "Minutes of the exercises of a chapter."
+    text = "\n".join(map(source, cells(path, "markdown")))
+    return list(map(int, re.findall(r"^\*\*Exercise \d+ · [●○]+ · (\d+) min", text, re.M)))
+
+
+def test_the_ways_through_the_book_know_how_long_its_chapters_are():
+    text = next(t for t in map(source, cells(CHAPTERS[0])) if "Three ways" in t)
+    known = [minutes(path) for path in CHAPTERS]
+    day = text[text.index("**A day.**") : text.index("**A weekend.**")]
+    parts = re.findall(r"\[(\d\d)\]\(\S+\)(?: to \[(\d\d)\]\(\S+\))?, (\d+) min", day)
+    chapters = [range(int(a), int(b or a) + 1) for a, b, _ in parts]
+    for part, (*_, told) in zip(chapters, parts):
+        assert int(told) == pytest.approx(sum(known[n] for n in part), rel=0.15)
+    told = lambda what: int(re.search(rf"{what}[^\n]*?, (\d+) min", text)[1])
+    assert told("this chapter") == pytest.approx(known[0], rel=0.15)
+    assert told("all chapters in order") == pytest.approx(sum(known), rel=0.1)
+    first = [exercises(path)[0] for path in CHAPTERS]
+    assert told("the first exercise of each") == sum(first)
+    assert told("of these eleven chapters") == sum(
+        first[n] for c in [range(1), *chapters] for n in c
+    )
+    every = [exercises(path) for path in CHAPTERS]
+    number, hours = re.search(r"all (\d+) exercises \((\d+) hours\)", text).groups()
+    assert (int(number), int(hours)) == (sum(map(len, every)), round(sum(map(sum, every)) / 60))
+
+
 def test_the_sidebar_is_the_order():
     there = {
         str(p.relative_to(ROOT / "nbs"))
