@@ -153,7 +153,7 @@ PRESETS['arch'] = {  # v1, v2: architecture files of the original's two versions
 # fmt: off
 PROVENANCE['arch'] |= {  # preset -> where its numbers come from
     'crammed-bert': 'the published checkpoint, JonasGeiping/crammed-bert; paper, section 4.2',
-    'tiny': 'ours: small enough for a CPU; rotary, with norms of queries and keys',
+    'tiny': 'ours: two layers, for a CPU; rotary, norms of queries and keys, neighbours',
     'tiny-crammed': 'ours: crammed-bert with a sixth of the width and a quarter of the layers',
     'modern': 'ours: parts of ModernBERT and of speed runs; not measured for a whole day',
     'crammed-bert-simple': "the original's: a BERT with its norms before the blocks",
@@ -275,7 +275,7 @@ PROVENANCE['impl'] = {  # preset -> tokens a second of crammed-BERT, expected an
     't4': f'expected 43,300 tokens a second; {_none}',
     'rtx-3060-ti': f'expected 21,600 tokens a second; {_none}',
     'rtx-a4000': f'expected 51,100 tokens a second; {_none}',
-    'rtx-a6000': f'expected 103,100 tokens a second, as published (pytorch#96693); {_none}',
+    'rtx-a6000': f'expected 103,100 tokens a second; 103,200 published (pytorch#96693); {_none}',
     'rtx-4090': f'expected 110,100 tokens a second; {_none}',
     'a100': f'expected 207,900 tokens a second; {_none}',
     'h100': f'expected 659,200 tokens a second; {_none}',

@@ -3,8 +3,8 @@
 Every choice of a run in one typed object, `Recipe`, with five parts, `arch`, `data`, `train`,
 `eval` and `impl`, and a small one, `wandb`. `compose` builds a recipe from words such as
 `arch=crammed-bert` and `train.lr=1e-3`, on top of named presets, and answers each mistake with
-one message that helps. `tiny` and `crammed` are the two recipes to know: three minutes on two
-cores, and the day of the published checkpoint.
+one message that helps. `tiny` and `crammed` are the two recipes to know: three minutes on one
+CPU core, and the day of the published checkpoint.
 
 Docs: https://cramnb.github.io/cramnb/engine/recipe.html.md"""
 
@@ -192,7 +192,7 @@ def compose(
 
 # %% ../nbs/engine/recipe.ipynb #407fbb0b
 def tiny(*overrides: str) -> Recipe:
-    "The recipe of `cramnb cram`: three minutes on two cores."
+    "The recipe of `cramnb cram`: three minutes on one core."
     return compose(list(overrides), 'tiny')
 
 # %% ../nbs/engine/recipe.ipynb #3d577911

@@ -1,7 +1,7 @@
 """What a user would write instead, kept for comparison
 
 The usual ways, for comparison: `with_collator`, `with_data_loader`, `with_datasets`,
-`with_trainer` and `beside_transformers` do with the parts of the shelf what the library does, `run_arm` runs one arm in a
+`with_trainer` and `beside_transformers` do with parts from the shelf what the library does, `run_arm` runs one arm in a
 process of its own, and `same_contents` compares what both made.
 
 Docs: https://cramnb.github.io/cramnb/engine/rivals.html.md"""
