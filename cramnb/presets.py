@@ -275,7 +275,7 @@ PROVENANCE['impl'] = {  # preset -> tokens a second of crammed-BERT, expected an
     't4': f'expected 43,300 tokens a second; {_none}',
     'rtx-3060-ti': f'expected 21,600 tokens a second; {_none}',
     'rtx-a4000': f'expected 51,100 tokens a second; {_none}',
-    'rtx-a6000': f'expected 103,100 tokens a second; published: nearly the same (pytorch#96693); {_none}',
+    'rtx-a6000': f'expected 103,100 tokens a second; nearly as published (pytorch#96693); {_none}',
     'rtx-4090': f'expected 110,100 tokens a second; {_none}',
     'a100': f'expected 207,900 tokens a second; {_none}',
     'h100': f'expected 659,200 tokens a second; {_none}',

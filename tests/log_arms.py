@@ -5,6 +5,7 @@ LAB.md has the jobs."""
 
 import json
 import re
+import statistics
 import sys
 from datetime import date
 from pathlib import Path
@@ -32,8 +33,9 @@ PLACE = dict(
     clock="processor time of one thread, inside updates only",
 )
 
-TEXT = (  # of the ablations
-    "2,520 articles of the English Wikipedia of 2015, 9.9 million tokens; 60 others held out"
+TEXT = dict(  # of runs that one judge compares
+    corpus="2,520 of these articles, 9.9 million tokens; 60 other articles are the judge",
+    shape="2 layers of 128",
 )
 
 
@@ -82,27 +84,35 @@ def arms(rows: list[dict], commit: str) -> dict:
 def together(rows: list[dict]) -> dict:
     "Rows that differ in their seed only."
     rows = sorted(rows, key=lambda r: r["seed"])
-    return {k + "s" * (k == "seed"): [r[k] for r in rows] for k in SAME}
+    return {k + "s" * (k == "seed"): [r[k] for r in rows] for k in SAME if k in rows[0]}
 
 
 SAME = ("seed", "heldout", "per_character", "tokens_per_second")
 
 
+def group(row: dict) -> str:
+    "Which unchanged recipe a row is compared with."
+    return "text" if "judge" in row else row["side"]
+
+
 def ablations(rows: list[dict], commit: str) -> dict:
-    "One row for each setting of a side; the unchanged recipe of each side is its base."
+    "One row for each setting; the unchanged recipe of a group is its base."
     kinds = {}
     for row in rows:
-        key = row["side"], row["ingredient"], " ".join(row["change"])
+        key = group(row), row["side"], row["ingredient"], " ".join(row["change"])
         kinds.setdefault(key, []).append(row)
+    base = {base: together(found) for (base, _, name, _), found in kinds.items() if name == "base"}
+    minutes = {group(row): row["minutes"] for row in rows}
     return dict(
         head(rows, commit),
-        corpus=TEXT,
-        shape="rows of 128 tokens, 32 rows an update; faithful: 4 layers, modern: 2 layers of 128",
-        minutes=rows[0]["minutes"],
-        base={side: together(kinds[side, "base", ""]) for side in ("faithful", "modern")},
+        shape="4 layers of 128, rows of 128 tokens, 32 rows an update",
+        minutes=minutes["modern"],
+        text=dict(TEXT, minutes=minutes.get("text")),
+        spread={b: round(statistics.stdev(base[b]["heldout"]), 4) for b in base},
+        base=base,
         rows=[
-            dict(side=side, ingredient=name, change=change, **together(found))
-            for (side, name, change), found in kinds.items()
+            dict(side=side, base=base, ingredient=name, change=change, **together(found))
+            for (base, side, name, change), found in kinds.items()
             if name != "base"
         ],
     )

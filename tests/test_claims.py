@@ -36,7 +36,7 @@ def page():
 def log(side="faithful", before=(4.0, 4.02), after=(3.5, 3.52), change="x=on", ingredient="x"):
     row = dict(side=side, ingredient=ingredient, change=change, heldout=list(after))
     base = {side: dict(heldout=list(before))}
-    return dict(noise={side: [4.0, 4.02]}, base=base, rows=[row])
+    return dict(base=base, rows=[row])
 
 
 CLAIM = dict(ingredient="x", on=["x=on"], off=["x=off"], side="faithful", says="helps")
@@ -87,15 +87,13 @@ def test_verdict(page, says, after, expected):
     claim = CLAIM | dict(says=says)
     assert page["verdict"](claim, log(after=after)) == expected
     off = log(before=after, after=(4.0, 4.02), change="x=off")
-    off["noise"]["faithful"] = [4.0, 4.02]
     assert page["verdict"](claim, off) == expected, "taking it away must mean the same"
 
 
 def test_a_claim_is_judged_on_its_own_side_first(page):
     both = log("faithful", after=(3.5, 3.5))
     other = log("modern", after=(4.5, 4.5))
-    for key in ("noise", "base"):
-        both[key] |= other[key]
+    both["base"] |= other["base"]
     both["rows"] += other["rows"]
     assert page["verdict"](CLAIM, both) == "agrees"
     assert page["verdict"](CLAIM | dict(side="modern"), both) == "differs"
@@ -107,7 +105,8 @@ def test_losses_of_other_tokens_are_not_compared(page):
     small = log(change="data.vocab_size=4096")
     assert page["verdict"](claim, small) == NOT
     small["rows"][0]["per_character"], small["base"]["faithful"]["per_character"] = [1.2], [1.0]
-    assert page["effect"](claim, small, "faithful")[0] == pytest.approx(-0.2)
+    gain = page["effect"](claim, small, "faithful")[0]
+    assert gain == pytest.approx(4.01 - 1.2 * 4.0), "four characters a token of the base"
 
 
 def test_a_word_is_met_exactly_or_up_to_its_equals_sign(page):
@@ -147,7 +146,6 @@ def test_readers_say_not_measured(page):
     assert page["verdict"](CLAIM, {}) == page["verdict"](CLAIM | dict(ingredient=""), log()) == NOT
     assert page["effect"](CLAIM, dict(rows=log()["rows"]), "faithful") is None, "no base"
     one = log(before=(4.0,), after=(3.5,))
-    one["noise"] = {}
     assert page["verdict"](CLAIM, one) == NOT, "no noise, no verdict"
     assert "unknown noise" in page["told"](page["effect"](CLAIM, one, "faithful"))
     assert page["told"](None) == page["draw_effects"]({}) == page["draw_runs"]({}) == NOT
@@ -157,9 +155,10 @@ def test_readers_say_not_measured(page):
     assert page["short_losses"]({}, 0.5) == [] and page["seeds_told"]({}, "modern") == NOT
     assert page["compare"]({}, "modern", "faithful") == [NOT] * 3
     assert {reached for _, _, reached in page["goals_of"]({})} == {NOT}
-    assert page["medians"]({}) == {} and page["cell"]({}, "modern") == NOT
-    assert page["against_untrained"](dict(modern=[1.0]), "modern") == NOT
-    assert page["speeds"](log()) == page["data_rows"]({}) == []
+    assert page["by_task"]([]) == {} and page["cell"]({}, "modern") == NOT
+    assert page["against"](dict(modern=[1.0]), "modern", "untrained") == NOT
+    assert page["speeds"](log()) == page["text_rows"]({}, {}) == page["settings_of"]({}) == []
+    assert page["draw_scores"]({}, ("modern",)) == NOT
     assert set(page["ingredients"](CLAIMS, {})) == {
         c["ingredient"] for c in CLAIMS["claims"] if c["ingredient"] and c["on"]
     }
