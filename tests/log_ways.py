@@ -31,7 +31,7 @@ WAYS = {
     "plain": ["impl.precision=float32", "impl.attn_implementation=sdpa"],
     "chosen": ["impl.precision=bfloat16", "impl.attn_implementation=eager"],
 }
-ROUNDS, UPDATES = 4, 8
+ROUNDS, UPDATES = 3, 8
 
 
 def turn(way: str, words: list[str]) -> float:
