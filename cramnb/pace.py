@@ -35,8 +35,9 @@ def random_batch(
     draw = torch.Generator().manual_seed(0)
     first = min(5, vocab_size - 1)  # the numbers before it are special tokens
     ids = torch.randint(first, vocab_size, (rows, seq_length), generator=draw)
-    how = dict(mlm_probability=probability, mask_token_id=first - 1, vocab_size=vocab_size)
-    return MaskedBatch(*(t.to(device) for t in mask_tokens(ids, generator=draw, **how)))
+    special = dict(mask_token_id=first - 1, n_special=first)
+    how = dict(mlm_probability=probability, vocab_size=vocab_size, generator=draw, **special)
+    return MaskedBatch(*(t.to(device) for t in mask_tokens(ids, **how)))
 
 # %% ../nbs/engine/pace.ipynb #pac00009
 def measured_rate(

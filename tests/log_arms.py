@@ -5,7 +5,6 @@ LAB.md has the jobs."""
 
 import json
 import re
-import statistics
 import sys
 from datetime import date
 from pathlib import Path
@@ -108,7 +107,6 @@ def ablations(rows: list[dict], commit: str) -> dict:
         shape="4 layers of 128, rows of 128 tokens, 32 rows an update",
         minutes=minutes["modern"],
         text=dict(TEXT, minutes=minutes.get("text")),
-        spread={b: round(statistics.stdev(base[b]["heldout"]), 4) for b in base},
         base=base,
         rows=[
             dict(side=side, base=base, ingredient=name, change=change, **together(found))

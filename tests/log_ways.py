@@ -2,7 +2,8 @@
 `python tests/log_ways.py COMMIT WORDS > nbs/data/ways.json`, where WORDS name a text.
 
 A process of its own for each turn, because memory that is kept stays kept. Plain is float32 with
-sdpa, and chosen is what `impl=auto` finds here; both have one thread and its processor time.
+sdpa, and chosen is what a processor with 16-bit products chooses; both have one thread and its
+processor time.
 """
 
 import json
