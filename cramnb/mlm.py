@@ -116,6 +116,7 @@ class CrammedBertForMaskedLM(CrammedBertPreTrainedModel):
     _tied_weights_keys = {'decoder.weight': 'model.embeddings.word_embeddings.weight'}
     sparse_prediction = True  # `masked_positions` decodes these columns only
     loss_chunk_size = 0  # rows of logits held at once while training (0: all)
+    document_end = None  # in training: ends a document, where tokens read their own one only
 
     def __init__(self, config: CrammedBertConfig):
         super().__init__(config)

@@ -202,6 +202,7 @@ class Train:
     use_80_20_rule: bool = option(True, '80 % [MASK], 10 % random, 10 % kept; else all [MASK]')
     masking: str = one_of('token whole-word span', 'what is hidden together')
     mask_special_tokens: bool = option(False, 'hide special tokens too, as the original does')
+    document_isolation: bool = option(False, 'tokens read those of their own document only')
     dropout: bool = option(False, 'dropout while pretraining')
     progress: str = one_of('time tokens updates', 'what the budget is counted in')
     max_tokens: int = option(0, 'the budget where progress=tokens', high=10**15)

@@ -209,12 +209,12 @@ def stream_order(
 
 # %% ../nbs/03_packing.ipynb #fbf2ceab
 def document_ids(
-    rows: np.ndarray,  # integer [n, T]
+    rows: np.ndarray,  # integer [n, T], an array or a tensor
     sep_id: int,  # token that ends a document, and belongs to it
-) -> np.ndarray:  # int64 [n, T], counted from 0 within each row
+) -> np.ndarray:  # int64 [n, T] of the same kind, counted from 0 within each row
     "The number of each token's document: what block-diagonal attention needs."
     ends = rows == sep_id
-    return np.cumsum(ends, 1) - ends
+    return ends.cumsum(1) - 1 * ends
 
 # %% ../nbs/03_packing.ipynb #b39ead26
 def order_keys(

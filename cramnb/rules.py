@@ -109,5 +109,18 @@ def _tasks(recipe):
         if name and name not in TASK_NAMES:
             yield f"eval.tasks={name} is not a task: {known}.{nearest(name, TASK_NAMES)}"
 
+# %% ../nbs/engine/rules.ipynb #rul0docs
+def _documents(recipe):
+    "Attention within documents must see where they end, and the model must be one of ours."
+    data, train, needs = recipe.data, recipe.train, 'train.document_isolation=True needs'
+    if not train.document_isolation:
+        return
+    if not data.include_sep:
+        yield f"{needs} data.include_sep=True: nothing else marks the end of a document."
+    if train.mask_special_tokens:
+        yield f"{needs} train.mask_special_tokens=False: a hidden [SEP] marks nothing."
+    if recipe.arch.model_type == 'bert':
+        yield f"{needs} arch.model_type=crammed_bert: transformers' BERT does not know it."
+
 # %% ../nbs/engine/rules.ipynb #cc9df2eb
-RULES = (_names, _shapes, _sources, _batches, _progress, _tasks)
+RULES = (_names, _shapes, _sources, _batches, _documents, _progress, _tasks)

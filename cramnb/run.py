@@ -134,6 +134,8 @@ def make_trainer(
     chunk, pad = impl.loss_chunk_size, corpus.tokenizer.pad_token_id
     attention = impl.attn_implementation.replace('auto', 'sdpa')
     model = build_model(recipe.arch, corpus.vocab_size, pad, attention, chunk).to(device)
+    if train.document_isolation:
+        model.document_end = corpus.tokenizer.sep_token_id
     batches = masked_rows(corpus, train, recipe.seed, device)
     impl, took = settle(recipe, model, batches, world, say)
     size = int(impl.microbatch_size)

@@ -34,7 +34,7 @@ from .core import CramError, Stopped
 from .masking import MaskedBatch, mask_rate_at, mask_tokens, microbatch_generator
 from .optim import build_optimizer, set_lr
 from .options import Train
-from .packing import PackedCorpus
+from .packing import PackedCorpus, document_ids
 from .schedule import batch_size_at, lr_factor, microbatches
 from .tokenizer import word_starts
 
@@ -46,6 +46,8 @@ def mlm_loss(
     "Loss of one pass; our models decode only the asked positions, where the batch names them."
     sparse = getattr(model, 'sparse_prediction', False)
     where = dict(masked_positions=batch.positions) if sparse else {}
+    if (end := getattr(model, 'document_end', None)) is not None:
+        where['document_ids'] = document_ids(batch.input_ids, end)
     loss = model(batch.input_ids, labels=batch.labels, **where).loss
     return torch.where((batch.labels != -100).any(), loss, 0.0)
 

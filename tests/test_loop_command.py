@@ -12,7 +12,7 @@ from cramnb.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from cramnb.command import main
 from cramnb.report import pretrain_table
 from cramnb.run import make_trainer, measure
-from cramnb.train import heldout_batches
+from cramnb.train import heldout_batches, mlm_loss
 from cramnb.store import prepare_corpus
 from cramnb.core import CramError
 from cramnb.recipe import compose
@@ -32,6 +32,7 @@ SMALL = [
     "impl.microbatch_size=8",
     "impl.device=cpu",
 ]
+ISOLATED = "train.document_isolation=True"
 
 
 @pytest.fixture(scope="module")
@@ -227,3 +228,39 @@ def test_a_schedule_that_is_not_there_is_told_before_anything_begins(place, caps
     assert "Did you mean 'triangle2'" in capsys.readouterr().err
     with pytest.raises(CramError):
         compose(["train.average=rows"])
+
+
+def test_isolated_documents_are_read_as_if_each_stood_alone(place):
+    words, corpus, folder = place
+    trainer = make_trainer(compose([*words, "arch=tiny", *SMALL, ISOLATED]), corpus)
+    model, train = trainer.model.eval(), trainer.train
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)  # fresh blocks add nothing
+    for batch in (trainer.batches(0, 24, 0, 0.0), heldout_batches(corpus, train)[0]):
+        total = asked = 0
+        for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist()):
+            ends = [i + 1 for i, token in enumerate(ids) if token == corpus.tokenizer.sep_token_id]
+            for start, stop in itertools.pairwise([0, *ends, len(ids)]):
+                if n := sum(y != -100 for y in labels[start:stop]):
+                    own = torch.tensor([[ids[start:stop], labels[start:stop]]])[0]
+                    total += n * model(own[:1], labels=own[1:]).loss.item()
+                    asked += n
+        loss = mlm_loss(model, batch)
+        torch.testing.assert_close(loss.item(), total / asked, atol=1e-4, rtol=1e-4)
+        model.document_end, isolated = None, model.document_end
+        assert abs(mlm_loss(model, batch) - loss) > 1e-4  # some row holds two documents
+        model.document_end = isolated
+
+
+def test_a_run_with_isolated_documents_and_its_limits(place, capsys):
+    words, _, folder = place
+    assert main(["pretrain", "name=isolated", *words, ISOLATED]) == 0
+    capsys.readouterr()
+    for word, need in (
+        ("data.include_sep=False", "data.include_sep=True"),
+        ("train.mask_special_tokens=True", "train.mask_special_tokens=False"),
+        ("arch=hf-bert-tiny", "arch.model_type=crammed_bert"),
+    ):
+        assert main(["pretrain", "name=limits", *words, ISOLATED, word]) == 2
+        assert f"train.document_isolation=True needs {need}" in capsys.readouterr().err
+    assert not (folder / "runs/limits").exists()
