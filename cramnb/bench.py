@@ -125,20 +125,12 @@ def measure(
         raise CramError(f"bench {name}: the two arms {reason}.")
     amounts = [case.amount or case.count(r) for r in results]
     rate = Ratio([t / amounts[0] for t in ratio.ours], [t / amounts[1] for t in ratio.theirs])
-    record = dict(
-        case=name,
-        against=case.against,
-        unit=case.unit,
-        rounds=rounds,
-        ours=round(1 / statistics.median(rate.ours), 1),
-        theirs=round(1 / statistics.median(rate.theirs), 1),
-        ratio=round(rate.median, 3),
-        low=round(min(rate.each), 3),
-        high=round(max(rate.each), 3),
-        amount=amounts[0],
-        memory_ours=max(t.memory for t in ours),
-        memory_theirs=max(t.memory for t in theirs),
-    )
+    speed = [round(1 / statistics.median(times), 1) for times in (rate.ours, rate.theirs)]
+    peak = [max(t.memory for t in runs) for runs in (ours, theirs)]
+    low, high = (round(end(rate.each), 3) for end in (min, max))
+    record = dict(case=name, against=case.against, unit=case.unit, rounds=rounds)
+    record |= dict(ours=speed[0], theirs=speed[1], ratio=round(rate.median, 3), low=low, high=high)
+    record |= dict(amount=amounts[0], memory_ours=peak[0], memory_theirs=peak[1])
     return record | case.more(record)
 
 # %% ../nbs/19_bench.ipynb #e5bc6b42
@@ -216,13 +208,9 @@ def data(
     how = dict(same=same_contents, count=lambda made: made['tokens'], warm=0)
     return Case(ours, theirs, 'the same steps with datasets.map', **how)
 
-# %% ../nbs/19_bench.ipynb #ed9a2744
-def finetune(
-    recipe: Recipe,  # reads eval: glue_dir and the first of its tasks; else a task of built-in text
-    folder: Path,  # for the checkpoint
-    rows: int = 640,  # training rows, and half as many to evaluate
-) -> Case:
-    "Fine-tune on a task for one epoch on the processor, tokenising included."
+# %% ../nbs/19_bench.ipynb #k19exam1
+def _exam(recipe, rows):
+    "An Eval, its first task with `rows` rows, and a tokenizer learnt from the texts of the task."
     first = recipe.eval.tasks.split(',')[0]
     ev = replace(recipe.eval, epochs=1, tasks=first, classifier_pooling='mean')
     given, short = ev.glue_dir or ev.files, replace(recipe.data, max_megabytes=2.0)
@@ -230,7 +218,16 @@ def finetune(
     task, splits, _ = load_tasks(ev, suite)[0]
     texts = [' '.join(r[f] for f in task.fields) for r in splits['train'][:20_000]]
     splits = dict(train=splits['train'][:rows], dev=splits['dev'][: rows // 2])
-    tokenizer = train_tokenizer(texts, recipe.data, vocab_size=8192)
+    return ev, task, splits, train_tokenizer(texts, recipe.data, vocab_size=8192)
+
+# %% ../nbs/19_bench.ipynb #ed9a2744
+def finetune(
+    recipe: Recipe,  # reads eval: glue_dir and the first of its tasks; else a task of built-in text
+    folder: Path,  # for the checkpoint
+    rows: int = 640,  # training rows, and half as many to evaluate
+) -> Case:
+    "Fine-tune on a task for one epoch on the processor, tokenising included."
+    ev, task, splits, tokenizer = _exam(recipe, rows)
     sizes = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=4)
     torch.manual_seed(0)
     arch = Arch(**sizes, intermediate_size=1024, classifier_hidden_size=256)
@@ -273,11 +270,11 @@ def original(
     sides = beside_original(Path(own['original']).expanduser(), *known)
     return Case(against='the original code', **step_arms(recipe, sides))
 
-# %% ../nbs/19_bench.ipynb #515d9386
+# %% ../nbs/19_bench.ipynb #da415e8c
 CASES = dict(masking=masking, loader=loader, data=data, finetune=finetune)  # of a recipe, a folder
 STEPS = dict(step=step, original=original)  # of a recipe, the bench's own words
 
-# %% ../nbs/19_bench.ipynb #da415e8c
+
 def read_bench(
     words: list[str],  # of the command line, without `bench` and its own options
 ) -> tuple[list[str], int, Recipe]:  # cases, rounds, recipe
