@@ -54,29 +54,28 @@ def pick(row: dict, *names: str) -> dict:
 
 
 def arms(rows: list[dict], commit: str) -> dict:
-    "Runs of kind `sweep` (one seed, many rates), `main` (many seeds) and `short`."
-    kinds = {kind: [r for r in rows if r["kind"] == kind] for kind in ("sweep", "main", "short")}
+    """Complete runs of the chosen settings (`main` and `short`), of others for as long (`check`),
+    and the `sweep` of rates."""
+    kinds = {kind: [r for r in rows if r["kind"] == kind] for kind in ("sweep", "check", "main")}
+    kinds["main"] += [r for r in rows if r["kind"] == "short"]
     first = {a: next(r for r in kinds["main"] if r["arm"] == a) for a in ARMS}
-    columns = "arm minutes seed tokens seconds tokens_per_second heldout few curve".split()
-    sweep = [
-        dict(pick(r, "arm", "seed", "tokens", "seconds", "heldout"), **rates(r))
-        for r in kinds["sweep"]
-    ]
+    columns = "arm minutes seed tokens seconds tokens_per_second heldout few".split()
+    sweep = [dict(pick(r, *columns[:-1]), **rates(r)) for r in kinds["sweep"]]
+    check = [dict(pick(r, *columns[:-1]), change=" ".join(r["change"])) for r in kinds["check"]]
     return dict(
         head(rows, commit),
-        minutes=first["modern"]["minutes"],
-        sweep_minutes=kinds["sweep"][0]["minutes"],
         parameters={a: first[a]["parameters"] for a in ARMS},
         arms=[
             dict(arm=a, what=what, command=f"{words} {' '.join(first[a]['change'])}".strip())
             for a, (what, words) in ARMS.items()
         ],
         sweep=sorted(sweep, key=lambda r: (r["arm"], r["muon_lr"] or 0, r["lr"])),
+        check=check,
         runs=[
-            pick(r, *columns) | dict(curve=[*r["curve"], [r["seconds"], r["tokens"], r["few"]]])
+            pick(r, *columns)
+            | dict(curve=[*r["curve"], [r["seconds"], r["tokens"], r["few"]]] if r["curve"] else [])
             for r in kinds["main"]
         ],
-        shorter=[pick(r, *columns[:-2]) for r in kinds["short"]],
     )
 
 
@@ -91,7 +90,7 @@ SAME = ("seed", "heldout", "per_character", "tokens_per_second")
 
 def group(row: dict) -> str:
     "Which unchanged recipe a row is compared with."
-    return "text" if "judge" in row else row["side"]
+    return row.get("group") or ("text" if "judge" in row else row["side"])
 
 
 def ablations(rows: list[dict], commit: str) -> dict:
