@@ -158,12 +158,7 @@ class PackedCorpus:
 
     def document_ids(self, rows: np.ndarray) -> np.ndarray:
         "Documents counted within each row, int64 [n, T]. Raises CramError without [SEP]."
-        if not self.card.get('data', {}).get('include_sep', True):
-            remedy = "block-diagonal attention needs data.include_sep=True."
-            raise CramError(
-                f"data.include_sep=False leaves no mark where a document ends: {remedy}"
-            )
-        return document_ids(rows, self.tokenizer.sep_token_id)
+        return document_ids(rows, self.document_end)
 
     def heldout_documents(self) -> list[str]:
         "The held-out text, for the exam that is made from it."
@@ -173,6 +168,15 @@ class PackedCorpus:
     def vocab_size(self) -> int:
         "V, which may be less than was asked for where the text is small."
         return len(self.tokenizer)
+
+    @property
+    def document_end(self) -> int:
+        "The token that ends a document. Raises CramError where the rows have none."
+        written = self.card.get('data', {}).get('include_sep', True)
+        if not written or self.tokenizer.sep_token_id is None:
+            remedy = "block-diagonal attention needs data.include_sep=True."
+            raise CramError(f"The corpus leaves no mark where a document ends: {remedy}")
+        return self.tokenizer.sep_token_id
 
     @property
     def token_counts(self) -> np.ndarray:

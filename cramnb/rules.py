@@ -119,6 +119,8 @@ def _documents(recipe):
         yield f"{needs} data.include_sep=True: nothing else marks the end of a document."
     if train.mask_special_tokens:
         yield f"{needs} train.mask_special_tokens=False: a hidden [SEP] marks nothing."
+    if 'flash' in recipe.impl.attn_implementation:
+        yield f"{needs} impl.attn_implementation=sdpa: flash attention knows no mask but padding."
     if recipe.arch.model_type == 'bert':
         yield f"{needs} arch.model_type=crammed_bert: transformers' BERT does not know it."
 

@@ -135,7 +135,7 @@ def make_trainer(
     attention = impl.attn_implementation.replace('auto', 'sdpa')
     model = build_model(recipe.arch, corpus.vocab_size, pad, attention, chunk).to(device)
     if train.document_isolation:
-        model.document_end = corpus.tokenizer.sep_token_id
+        model.document_end = corpus.document_end
     batches = masked_rows(corpus, train, recipe.seed, device)
     impl, took = settle(recipe, model, batches, world, say)
     size = int(impl.microbatch_size)

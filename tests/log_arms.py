@@ -32,9 +32,16 @@ PLACE = dict(
     clock="processor time of one thread, inside updates only",
 )
 
-TEXT = dict(  # of runs that one judge compares
-    corpus="2,520 of these articles, 9.9 million tokens; 60 other articles are the judge",
-    shape="2 layers of 128",
+SERIES = dict(  # of ablations: what their runs have in common
+    modern=dict(shape="4 layers of 128", corpus=PLACE["corpus"]),
+    faithful=dict(shape="4 layers of 128", corpus=PLACE["corpus"]),
+    text=dict(
+        shape="2 layers of 128",
+        corpus="2,520 of these articles, 9.9 million tokens; 60 other articles are the judge",
+    ),
+    docstrings=dict(
+        shape="2 layers of 128", corpus="docstrings of installed packages, as in `make cram`"
+    ),
 )
 
 
@@ -58,6 +65,7 @@ def arms(rows: list[dict], commit: str) -> dict:
     and the `sweep` of rates."""
     kinds = {kind: [r for r in rows if r["kind"] == kind] for kind in ("sweep", "check", "main")}
     kinds["main"] += [r for r in rows if r["kind"] == "short"]
+    kinds["main"].sort(key=lambda r: (-r["minutes"], list(ARMS).index(r["arm"]), r["seed"]))
     first = {a: next(r for r in kinds["main"] if r["arm"] == a) for a in ARMS}
     columns = "arm minutes seed tokens seconds tokens_per_second heldout few".split()
     sweep = [dict(pick(r, *columns[:-1]), **rates(r)) for r in kinds["sweep"]]
@@ -99,13 +107,13 @@ def ablations(rows: list[dict], commit: str) -> dict:
     for row in rows:
         key = group(row), row["side"], row["ingredient"], " ".join(row["change"])
         kinds.setdefault(key, []).append(row)
-    base = {base: together(found) for (base, _, name, _), found in kinds.items() if name == "base"}
-    minutes = {group(row): row["minutes"] for row in rows}
-    return dict(
-        head(rows, commit),
-        shape="4 layers of 128, rows of 128 tokens, 32 rows an update",
-        minutes=minutes["modern"],
-        text=dict(TEXT, minutes=minutes.get("text")),
+    base = {
+        base: together(found) | dict(SERIES[base], minutes=found[0]["minutes"])
+        for (base, _, name, _), found in kinds.items()
+        if name == "base"
+    }
+    place = head(rows, commit)
+    return {key: place[key] for key in place if key not in ("corpus", "shape")} | dict(
         base=base,
         rows=[
             dict(side=side, base=base, ingredient=name, change=change, **together(found))

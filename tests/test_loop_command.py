@@ -260,6 +260,7 @@ def test_a_run_with_isolated_documents_and_its_limits(place, capsys):
         ("data.include_sep=False", "data.include_sep=True"),
         ("train.mask_special_tokens=True", "train.mask_special_tokens=False"),
         ("arch=hf-bert-tiny", "arch.model_type=crammed_bert"),
+        ("impl.attn_implementation=flash_attention_2", "impl.attn_implementation=sdpa"),
     ):
         assert main(["pretrain", "name=limits", *words, ISOLATED, word]) == 2
         assert f"train.document_isolation=True needs {need}" in capsys.readouterr().err

@@ -199,6 +199,9 @@ def test_block_diagonal_attention_needs_marks(texts, tmp_path):
     c, _ = prepare_corpus(small(texts, include_sep=False), tmp_path)
     with pytest.raises(CramError, match="include_sep=True"):
         c.document_ids(c.rows[:2])
+    c.card["data"]["include_sep"], c.tokenizer.sep_token = True, None  # ready-made, without [SEP]
+    with pytest.raises(CramError, match="leaves no mark"):
+        c.document_ids(c.rows[:2])
 
 
 def test_all_training_tokens_are_counted(corpus):
