@@ -2,7 +2,7 @@
 
 - `cramnb.attention`: Attention by hand on four tokens, then by the fastest kernel at hand
 - `cramnb.auto`: Memory, the size of a pass and the way to compute: settled before the clock starts, said, and kept
-- `cramnb.bench`: The same work done our way and the usual way, in turns, in one run
+- `cramnb.bench`: How to measure speed on a machine that is never quiet: the same work, two ways, in turns
 - `cramnb.build`: Read, cut repeats, filter: shard by shard, in stages that a kill cannot undo
 - `cramnb.cards`: One table of graphics cards: how fast, how much memory, and where that stands
 - `cramnb.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit

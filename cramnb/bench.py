@@ -1,4 +1,4 @@
-"""The same work done our way and the usual way, in turns, in one run
+"""How to measure speed on a machine that is never quiet: the same work, two ways, in turns
 
 Two ways of doing the same work, timed in turns, A B A B, and compared round by round.
 `side_by_side` gives the median quotient with its spread, `measure` refuses arms that do not do
@@ -63,10 +63,12 @@ class Ratio:
 
     @property
     def each(self) -> list[float]:
+        "Quotients theirs / ours, one for each round."
         return [t / o for o, t in zip(self.ours, self.theirs)]
 
     @property
     def median(self) -> float:
+        "The middle one of them."
         return statistics.median(self.each)
 
     def __str__(self):
@@ -134,7 +136,11 @@ def measure(
     return record | case.more(record)
 
 # %% ../nbs/19_bench.ipynb #e5bc6b42
-def _rows(n, seq_length=128, vocab_size=32_768):
+def _rows(
+    n: int,  # rows
+    seq_length: int = 128,  # T
+    vocab_size: int = 32_768,  # V
+) -> np.ndarray:  # (n, T) uint16
     "Random rows: the speed of reading and masking does not depend on what the numbers mean."
     return np.random.default_rng(0).integers(5, vocab_size, (n, seq_length), dtype=np.uint16)
 

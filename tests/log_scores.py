@@ -1,9 +1,9 @@
 """The scores of chapter 20: `python tests/log_scores.py MODELS TEXTS GLUE WORK COMMIT`.
 
-MODELS has a folder ARM_SEED for each model, as `tests/arms.py` saves them, TEXTS the same for each
-way to prepare the text, GLUE the six tasks. Each arm chooses pooling and rate on training rows of
-MNLI that are held back, then all tasks are scored once for each seed. What is found in WORK is not
-computed again. Prints the JSON.
+MODELS has a folder NAME_SEED for each model, as `tests/arms.py` saves them (the names are below),
+TEXTS the same for each way to prepare the text, GLUE the six tasks. Each arm chooses pooling and
+rate on training rows of MNLI that are held back, then all tasks are scored once for each seed.
+What is found in WORK is not computed again. Prints the JSON.
 """
 
 import gzip
@@ -14,8 +14,13 @@ import sys
 from datetime import date
 from pathlib import Path
 
-ARMS = "untrained", "faithful", "modern"
-TEXTS = "base", "deduplication", "filter", "order", "mixture"
+ARMS = {  # what chapter 20 calls a model, and the name of its folders
+    "untrained": "untrained",
+    "faithful": "faithful",
+    "modern": "modern",
+    "modern, 20 min": "modern20",
+}
+TEXTS = {name: name for name in ("base", "deduplication", "filter", "order", "mixture")}
 SEEDS = 0, 1, 2
 TASKS = "stsb", "sst2", "mrpc", "mnli", "cola", "rte"
 TEXT_TASKS = "stsb", "sst2"
@@ -53,15 +58,15 @@ def evaluate(work: Path, name: str, model: Path, tasks: str, glue: Path, *words:
     return json.loads(found()[-1].read_text())["scores"]
 
 
-def choose(work: Path, models: Path, arm: str, glue: Path) -> tuple[tuple, dict]:
-    "The best pooling and rate of an arm, and all that was tried: (pooling, rate) -> accuracy."
+def choose(work: Path, models: Path, name: str, glue: Path) -> tuple[tuple, dict]:
+    "The best pooling and rate of a model, and all that was tried: (pooling, rate) -> accuracy."
     tried = {}
 
     def accuracy(pooling, place):
         if (pooling, RATES[place]) not in tried:
             words = f"eval.classifier_pooling={pooling}", f"eval.lr={RATES[place]}"
-            name = f"choose_{arm}_{pooling}_{RATES[place]}"
-            scores = evaluate(work, name, models / f"{arm}_0", "mnli", glue, *words)
+            run = f"choose_{name}_{pooling}_{RATES[place]}"
+            scores = evaluate(work, run, models / f"{name}_0", "mnli", glue, *words)
             tried[pooling, RATES[place]] = scores[0]["values"][0]
         return tried[pooling, RATES[place]]
 
@@ -76,26 +81,27 @@ def choose(work: Path, models: Path, arm: str, glue: Path) -> tuple[tuple, dict]
 
 
 def score_all(work: Path, models: Path, names, tasks, glue: Path, setting: tuple) -> list[dict]:
-    "Each model on each task, once for each seed, with one setting."
+    "Each model on each task, once for each seed. `names`: what to call it, and its folders' name."
     out = []
-    for name in names:
+    for called, name in names.items():
         for seed in SEEDS:
             words = f"eval.classifier_pooling={setting[0]}", f"eval.lr={setting[1]}", f"seed={seed}"
             model = f"{name}_{seed}"
             for s in evaluate(work, model, models / model, ",".join(tasks), glue, *words):
                 one = dict(task=s["name"], metric=s["metric"], baseline=round(s["baseline"], 4))
-                out.append(dict(model=name, seed=seed, **one, value=round(s["values"][0], 4)))
+                out.append(dict(model=called, seed=seed, **one, value=round(s["values"][0], 4)))
     return out
 
 
 def main(models: Path, texts: Path, glue: Path, work: Path, commit: str) -> dict:
-    apart, chosen, scores = hold_back(glue, work / "mnli_held_back"), [], []
-    for arm in ARMS:
-        best, tried = choose(work, models, arm, apart)
+    apart, chosen, scores, settings = hold_back(glue, work / "mnli_held_back"), [], [], {}
+    for arm, name in ARMS.items():
+        best, tried = choose(work, models, name, apart)
         for (pooling, rate), accuracy in tried.items():
             one = dict(arm=arm, pooling=pooling, lr=float(rate), accuracy=round(accuracy, 4))
             chosen.append(dict(one, chosen=best == (pooling, rate)))
-        scores += score_all(work, models, [arm], TASKS, glue, best)
+        scores += score_all(work, models, {arm: name}, TASKS, glue, best)
+        settings[arm] = best
     return dict(
         date=date.today().isoformat(),
         commit=commit,
@@ -104,7 +110,7 @@ def main(models: Path, texts: Path, glue: Path, work: Path, commit: str) -> dict
         held_back=HELD_BACK,
         chosen=chosen,
         arms=scores,
-        texts=score_all(work, texts, TEXTS, TEXT_TASKS, glue, best),  # of the last arm
+        texts=score_all(work, texts, TEXTS, TEXT_TASKS, glue, settings["modern"]),
     )
 
 
