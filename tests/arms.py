@@ -46,6 +46,16 @@ def judged_by(job: dict, recipe, corpus: PackedCorpus) -> tuple[PackedCorpus, in
     return replace(corpus, heldout=rows), sum(map(len, documents))
 
 
+def unseen_loss(trainer, corpus: PackedCorpus) -> float | None:
+    "Loss on the held-out rows that `train.eval_rows` leaves: no choice of a setting saw them."
+    rest = corpus.heldout[trainer.train.eval_rows :]
+    if not len(rest):
+        return None
+    every_row = replace(trainer.train, eval_rows=len(rest))
+    batches = heldout_batches(replace(corpus, heldout=rest), every_row)
+    return round(heldout_loss(trainer.model, batches, trainer.precision), 4)
+
+
 def learn(job: dict, folder: Path) -> dict:
     words = FASTEST + [f"seed={job['seed']}", f"budget={job['minutes']}m"] + job["words"]
     recipe = compose(words)
@@ -70,6 +80,7 @@ def learn(job: dict, folder: Path) -> dict:
         heldout=round(loss, 4),
         per_character=round(loss * corpus.heldout[:].size / characters, 4),
         few=round(last, 4),
+        unseen=unseen_loss(trainer, corpus) if job.get("unseen") else None,
         tokens=state.tokens,
         updates=state.update,
         seconds=round(state.elapsed, 1),

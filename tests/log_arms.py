@@ -23,6 +23,10 @@ ARMS = {
         "shallow with neighbours, Muon, and a rate that stays level before it falls",
         "arch=tiny train=tiny",
     ),
+    "retuned": (
+        "modern with settings of a longer run: 35 % masks, and rates about half as large",
+        "arch=tiny train=tiny",
+    ),
 }
 PLACE = dict(
     device="one of two x86-64 cores with 16-bit products, bfloat16 and eager attention",
@@ -81,6 +85,7 @@ def arms(rows: list[dict], commit: str) -> dict:
         check=check,
         runs=[
             pick(r, *columns)
+            | {key: r[key] for key in ["unseen"] if r.get(key)}
             | dict(curve=[*r["curve"], [r["seconds"], r["tokens"], r["few"]]] if r["curve"] else [])
             for r in kinds["main"]
         ],

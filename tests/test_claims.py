@@ -25,7 +25,7 @@ def stored(name):
 @pytest.fixture(scope="module")
 def page():
     "The functions of the page, without its runs: imports and definitions only."
-    space = dict(NOT=NOT, NAMES=("faithful", "positions", "shallow", "modern"))
+    space = dict(NOT=NOT, NAMES=("faithful", "positions", "shallow", "modern", "retuned"))
     for cell in cells(PAGE, "code"):
         for node in ast.parse(source(cell)).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)):
@@ -160,7 +160,10 @@ def test_a_score_is_better_only_beyond_the_wider_range(page):
     row = dict(old=[50.0, 52.0, 51.0], new=[53.0, 53.5, 53.2])
     assert page["against"](row, "new", "old") == "better"
     assert page["against"](row, "old", "new") == "worse"
-    assert page["against"](row | dict(new=[50, 54, 53]), "new", "old") == "within the spread"
+    assert page["against"](row | dict(new=[50, 54, 53]), "new", "old") == "not seen"
+    tie = dict(old=[51.62, 47.65, 49.82], new=[51.26, 53.79, 54.15])  # 3.97 beside a range of 3.97
+    assert page["against"](tie, "new", "old") == "not seen"
+    assert page["against"](tie, "old", "new") == "not seen"
 
 
 # --- sources
