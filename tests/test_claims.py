@@ -25,7 +25,7 @@ def stored(name):
 @pytest.fixture(scope="module")
 def page():
     "The functions of the page, without its runs: imports and definitions only."
-    space = dict(NOT=NOT, NAMES=("faithful", "positions", "shallow", "modern", "retuned"))
+    space = dict(NOT=NOT)
     for cell in cells(PAGE, "code"):
         for node in ast.parse(source(cell)).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)):
@@ -221,7 +221,7 @@ def outputs():
 
 def test_the_page_shows_what_the_data_says(page):
     shown, arms = outputs(), stored("arms.json")
-    for arm in page["NAMES"]:
+    for arm in [a["arm"] for a in arms["arms"]]:
         for minutes in (20, 8):
             if losses := page["final_losses"](arms, arm, minutes):
                 assert f"| {statistics.fmean(losses):.3f} |" in shown, (arm, minutes)
@@ -230,6 +230,64 @@ def test_the_page_shows_what_the_data_says(page):
         line = next(x for x in shown.splitlines() if x.startswith(f"| {claim['claim']} |"))
         assert line.endswith(f"| {page['verdict'](claim, ablations)} |"), claim["key"]
         assert claim["where"] in line
+
+
+def test_what_the_text_says_of_the_retuned_arm(page):
+    log, ends = stored("arms.json"), page["final_losses"]
+    of = {
+        (arm, m): ends(log, arm, m) for arm in ("positions", "modern", "retuned") for m in (8, 20)
+    }
+    noise = page["noise_of"](ends(log, a["arm"], m) for a in log["arms"] for m in (8, 20))
+    lead, error = page["gain_of"](of["positions", 20], of["retuned", 20], noise)
+    assert 0.15 < lead < 0.30 and 0.5 < (lead - 0.15) / (2 * error) < 1.5
+    half, error = page["gain_of"](of["positions", 20], ends(log, "retuned", 10), noise)
+    assert -error < half < 0, "a little above, by much less than twice the error"
+    assert page["judge"](*page["gain_of"](of["modern", 20], of["retuned", 20], noise)) == "no gain"
+    assert all(new < old for new, old in zip(of["retuned", 20], of["modern", 20]))
+    runs = [run for run in log["runs"] if run["minutes"] == 20]
+    assert all(run["unseen"] > run["heldout"] for run in runs), "all are worse there"
+    unseen = {
+        arm: statistics.fmean(run["unseen"] for run in runs if run["arm"] == arm)
+        for arm in ("retuned", "modern", "positions", "faithful")
+    }
+    assert list(unseen.values()) == sorted(unseen.values()), "the order is the same"
+    assert unseen["positions"] - unseen["modern"] < 0.15 < unseen["positions"] - unseen["retuned"]
+    late = {(r["arm"], r["change"]): r["heldout"] for r in log["check"] if r["minutes"] == 8}
+    usual, masks = late["modern", ""], "train.mlm_probability=0.35"
+    gained = [usual - loss for (arm, change), loss in late.items() if arm == "modern" and change]
+    assert max(gained) < 2 * noise * math.sqrt(2), "luck explains it"
+    assert sum(g > 0 for g in gained) == 2
+    masked = late["positions", f"train.lr=8e-3 {masks}"]
+    assert masked < min(of["positions", 8])
+    assert of["positions", 8][0] - masked > usual - late["modern", masks] > 0
+
+
+def test_what_the_text_says_of_the_exam_after_twenty_minutes(page):
+    tasks = page["by_task"](stored("scores.json")["arms"])
+    told = {
+        (task, other): page["against"](row, "modern, 20 min", other)
+        for task, row in tasks.items()
+        for other in ("untrained", "modern")
+    }
+    better = {pair for pair, verdict in told.items() if verdict == "better"}
+    assert better == {("sst2", "modern")} | {
+        (task, "untrained") for task in ("stsb", "sst2", "mnli", "mnli_mm")
+    }
+    assert "worse" not in told.values()
+    middle = lambda row, model: statistics.median(row[model])
+    rises = {t: middle(row, "modern, 20 min") - middle(row, "modern") for t, row in tasks.items()}
+    assert {task for task, rise in rises.items() if rise <= 0} == {"cola"}
+    assert 0.5 < statistics.fmean(rises.values()) < 1.5, "about a point"
+
+
+def test_five_green_dots_only_saw_nothing(page):
+    ablations, green, silent = stored("ablations.json"), 0, 0
+    for claim in CLAIMS["claims"]:
+        if page["verdict"](claim, ablations) == "agrees":
+            green += 1
+            effect = page["judged_effect"](claim, ablations)
+            silent += page["judge"](effect.gain, effect.error) == "no gain"
+    assert (green, silent) == (15, 5)
 
 
 def test_measured_numbers_stand_in_outputs_and_not_in_prose():
