@@ -27,6 +27,7 @@ ARMS = {
         "modern with settings of a longer run: 35 % masks, and rates about half as large",
         "arch=tiny train=tiny",
     ),
+    "positions35": ("positions with 35 % masks, as `retuned` has", f"{FAITHFUL} {POSITIONS}"),
 }
 PLACE = dict(
     device="one of two x86-64 cores with 16-bit products, bfloat16 and eager attention",
@@ -37,7 +38,7 @@ PLACE = dict(
 )
 
 SERIES = dict(  # of ablations: what their runs have in common
-    modern=dict(shape="4 layers of 128", corpus=PLACE["corpus"]),
+    modern=dict(shape="2 layers of 128", corpus=PLACE["corpus"]),
     faithful=dict(shape="4 layers of 128", corpus=PLACE["corpus"]),
     text=dict(
         shape="2 layers of 128",
@@ -107,9 +108,10 @@ def group(row: dict) -> str:
 
 
 def ablations(rows: list[dict], commit: str) -> dict:
-    "One row for each setting; the unchanged recipe of a group is its base."
-    kinds = {}
-    for row in rows:
+    """One row for each setting; the unchanged recipe of a group is its base. The runs called
+    `sweep` looked for the rate of an opponent."""
+    kinds, sweep = {}, [row for row in rows if row["ingredient"] == "sweep"]
+    for row in [row for row in rows if row["ingredient"] != "sweep"]:
         key = group(row), row["side"], row["ingredient"], " ".join(row["change"])
         kinds.setdefault(key, []).append(row)
     base = {
@@ -124,6 +126,10 @@ def ablations(rows: list[dict], commit: str) -> dict:
             dict(side=side, base=base, ingredient=name, change=change, **together(found))
             for (base, side, name, change), found in kinds.items()
             if name != "base"
+        ],
+        sweep=[
+            dict(pick(row, "heldout", "tokens_per_second"), change=" ".join(row["change"]))
+            for row in sweep
         ],
     )
 
