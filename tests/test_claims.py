@@ -249,6 +249,9 @@ def test_what_the_text_says_of_the_retuned_arm(page):
     assert all(new < old for new, old in zip(of["retuned", 20], of["modern", 20]))
     own = page["noise_of"]([of["retuned", 20], of["modern", 20]])
     assert page["judge"](won[0], own * math.sqrt(2 / 3)) == "helps", "with their own noise"
+    read = lambda arm: statistics.fmean(r["tokens"] for r in page["runs_of"](log, arm, 20))
+    for arm, older in (("retuned", "modern"), ("positions35", "positions")):
+        assert 0.06 < 1 - read(arm) / read(older) < 0.08, "about 7 % fewer tokens"
     spreads = {arm: max(of[arm, 20]) - min(of[arm, 20]) for arm in names if of[arm, 20]}
     assert {arm for arm, s in spreads.items() if s > 0.05} == {"positions", "positions35"}
 
