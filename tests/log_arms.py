@@ -128,7 +128,11 @@ def ablations(rows: list[dict], commit: str) -> dict:
             if name != "base"
         ],
         sweep=[
-            dict(pick(row, "heldout", "tokens_per_second"), change=" ".join(row["change"]))
+            dict(
+                pick(row, "heldout", "tokens_per_second"),
+                change=" ".join(row["change"]),
+                lr=rates(row)["lr"],
+            )
             for row in sweep
         ],
     )
