@@ -115,6 +115,20 @@ def best_way(
     side.optimizer, side.dropout = None, dropout
     return min(sound, key=lambda way: found[way][0])
 
+# %% ../nbs/engine/steps.ipynb #k7st018a
+def _compare_gradients(pairs):
+    "The smallest cosine of all pairs, and a line about each kind of difference."
+    cosines = {n: F.cosine_similarity(a, b, dim=0).item() for n, (a, b) in pairs.items()}
+    lengths = {n: (a.norm() / b.norm()).item() for n, (a, b) in pairs.items()}
+    turned = min(cosines, key=cosines.get)
+    longer = max(lengths, key=lambda n: abs(lengths[n] - 1))
+    told = []
+    if not cosines[turned] > 1 - 1e-6:
+        told.append(f'the gradients of {turned} have a cosine of {cosines[turned]:.7f}')
+    elif not abs(lengths[longer] - 1) < 1e-3:
+        told.append(f'the gradient of {longer} is {lengths[longer]:.4f} times as long on our side')
+    return cosines[turned], told
+
 # %% ../nbs/engine/steps.ipynb #k7st0018
 def check_equal(
     ours: Side,  # gets their weights
@@ -136,16 +150,15 @@ def check_equal(
     theirs_by_name = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
     wanted = translate(theirs_by_name, False)
     pairs = {n: (own[n].grad.flatten(), g.flatten()) for n, g in wanted.items()}
-    cosines = {n: F.cosine_similarity(a, b, dim=0).item() for n, (a, b) in pairs.items()}
-    worst = min(cosines, key=cosines.get)
     a, b = (loss.item() for loss in losses)
-    if abs(a - b) > 1e-5 * max(1, abs(b)) or not cosines[worst] > 1 - 1e-6:
-        gradients = f'the gradients of {worst} have a cosine of {cosines[worst]:.7f}'
-        raise CramError(f"bench step: losses {a:.6f} and {b:.6f}, {gradients}: not the same work.")
+    cosine, gradients = _compare_gradients(pairs)
+    if abs(a - b) > 1e-5 * max(1, abs(b)) or gradients:
+        words = [f'losses {a:.6f} and {b:.6f}', *gradients]
+        raise CramError(f"bench step: {', '.join(words)}: not the same work.")
     for side in (ours, theirs):
         side.model.zero_grad()
         side.model.float()
-    return cosines[worst]
+    return cosine
 
 # %% ../nbs/engine/steps.ipynb #k7st0022
 WAYS = [Way('float32', 'sdpa'), Way('bfloat16', 'sdpa'), Way('bfloat16', 'eager')]  # of anybody

@@ -232,6 +232,12 @@ def test_our_bert_and_theirs_are_one_function(heads, layers):
             p += 0.05 * torch.randn_like(p)
     batch = random_batch(4, 300, 0.25, 32)
     assert check_equal(ours, theirs, translate, batch) > 1 - 1e-6
+    longer = lambda tensors, values: {
+        name: tensor if values else 1.01 * tensor
+        for name, tensor in translate(tensors, values).items()
+    }
+    with pytest.raises(CramError, match="0.9901 times as long"):
+        check_equal(ours, theirs, longer, batch)
     with torch.no_grad():
         theirs.model.bert.encoder.layer[0].output.dense.weight *= 1.5
     broken = lambda tensors, values: {} if values else translate(tensors, values)
