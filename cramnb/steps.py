@@ -115,6 +115,12 @@ def best_way(
     side.optimizer, side.dropout = None, dropout
     return min(sound, key=lambda way: found[way][0])
 
+# %% ../nbs/engine/steps.ipynb #k7st018b
+def _gradients(model):
+    "Gradients by name; zeros for a weight that the loss did not reach."
+    named = model.named_parameters()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+
 # %% ../nbs/engine/steps.ipynb #k7st018a
 def _compare_gradients(pairs):
     "The smallest cosine of all pairs, and a line about each kind of difference."
@@ -146,10 +152,9 @@ def check_equal(
         side.model.double().eval().zero_grad()
         losses.append(side.loss(side.model, batch))
         losses[-1].backward()
-    named = theirs.model.named_parameters()
-    theirs_by_name = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+    ours_by_name, theirs_by_name = (_gradients(side.model) for side in (ours, theirs))
     wanted = translate(theirs_by_name, False)
-    pairs = {n: (own[n].grad.flatten(), g.flatten()) for n, g in wanted.items()}
+    pairs = {n: (ours_by_name[n].flatten(), g.flatten()) for n, g in wanted.items()}
     a, b = (loss.item() for loss in losses)
     cosine, gradients = _compare_gradients(pairs)
     if abs(a - b) > 1e-5 * max(1, abs(b)) or gradients:

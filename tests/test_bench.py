@@ -245,6 +245,16 @@ def test_our_bert_and_theirs_are_one_function(heads, layers):
         check_equal(ours, theirs, broken, batch)
 
 
+@pytest.mark.parametrize("lazy_first", [True, False])
+def test_a_weight_without_a_gradient_is_refused_on_either_side(lazy_first):
+    model = lambda: torch.nn.ParameterDict(dict(u=torch.ones(1), v=torch.ones(1)))
+    lazy = Side(model(), lambda m, batch: (m["u"].detach() * m["v"] - 3).square().sum(), [])
+    honest = Side(model(), lambda m, batch: (m["u"] * m["v"] - 3).square().sum(), [])
+    sides = (lazy, honest) if lazy_first else (honest, lazy)
+    with pytest.raises(CramError, match="gradients of u have a cosine of 0"):
+        check_equal(*sides, lambda tensors, values: tensors, None)
+
+
 def test_a_step_reports_ways_and_shares(tmp_path):
     out = bench(
         ["step", "rounds=1", "bench.compiled=none", *TOY], tmp_path / "b.json", lambda line: None

@@ -37,7 +37,8 @@ def log(side="faithful", before=(4.0, 4.02), after=(3.5, 3.52), change="x=on", i
     speed = dict(tokens_per_second=[100, 100])
     row = dict(side=side, base=side, ingredient=ingredient, change=change)
     base = {side: dict(heldout=list(before)) | speed}
-    return dict(base=base, rows=[row | dict(heldout=list(after)) | speed])
+    rows = [row | dict(heldout=list(after)) | speed]
+    return dict(base=base, rows=rows, unigram=7.0)
 
 
 CLAIM = dict(ingredient="x", on=["x=on"], off=["x=off"], side="faithful", says="helps")
@@ -99,6 +100,23 @@ def test_a_claim_is_judged_on_its_own_side_first(page):
     assert page["verdict"](CLAIM, both) == "agrees"
     assert page["verdict"](CLAIM | dict(side="modern"), both) == "differs"
     assert page["verdict"](CLAIM | dict(side="modern"), log()) == "agrees", "the other side, then"
+
+
+def test_a_side_that_stays_on_the_plateau_gives_way_to_the_other(page):
+    both = log("faithful", before=(6.4, 6.42), after=(6.3, 6.3))
+    assert page["effect"](CLAIM, both, "faithful").plateau
+    assert "plateau" in str(page["effect"](CLAIM, both, "faithful"))
+    assert page["verdict"](CLAIM, both) == NOT, "and there is no other side"
+    other = log("modern", after=(4.5, 4.5))
+    both["base"] |= other["base"]
+    both["rows"] += other["rows"]
+    assert page["verdict"](CLAIM, both) == "differs"
+
+
+@pytest.mark.parametrize("before, after", [((6.4, 6.4), (5.9, 6.4)), ((5.9, 6.4), (6.4, 6.4))])
+def test_one_run_below_the_plateau_is_enough(page, before, after):
+    found = page["effect"](CLAIM, log(before=before, after=after), "faithful")
+    assert not found.plateau
 
 
 def test_losses_of_other_tokens_are_not_compared(page):
@@ -296,6 +314,22 @@ def test_what_the_text_says_of_changes_that_no_claim_asked_for(page):
         assert row["tokens_per_second"][0] > base["tokens_per_second"][0], "a quiet hour"
     assert page["judge"](*page["effect_of_change"](ablations, rows["depth"])[:2]) == "hurts"
     assert page["judge"](*page["effect_of_change"](ablations, rows["mask rate"])[:2]) == "hurts"
+
+
+def test_what_the_text_says_of_the_faithful_side(page):
+    ablations = stored("ablations.json")
+    effects = page["ingredients"](CLAIMS, ablations)
+    rows = [row for row in ablations["rows"] if row["side"] == "faithful"]
+    assert {tuple(row["seeds"]) for row in rows} == {(0, 1, 2)}, "three seeds for every setting"
+    assert {base["minutes"] for base in ablations["base"].values()} == {1.5}, "ninety seconds"
+    left = {name for name, both in effects.items() if both["faithful"]}
+    left = {name for name in left if not effects[name]["faithful"].plateau}
+    assert (left, len(rows)) == ({"rotary", "neighbours"}, 19)
+    known = [e for both in effects.values() for e in both.values() if e]
+    largest = sorted(known, key=lambda e: e.gain, reverse=True)[:2]
+    assert {e.base for e in largest} == {"faithful"}, "the two largest gains of the table"
+    for name in left:
+        assert 0 < effects[name]["modern"].gain < effects[name]["faithful"].gain / 3, "a fraction"
 
 
 def test_ninety_seconds_read_two_million_tokens():
