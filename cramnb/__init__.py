@@ -3,41 +3,37 @@
 - `cramnb.attention`: Attention by hand on four tokens, then by the fastest kernel at hand
 - `cramnb.auto`: Memory, the size of a pass and the way to compute: settled before the clock starts, said, and kept
 - `cramnb.bench`: How to measure speed on a machine that is never quiet: the same work, two ways, in turns
+- `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share
 - `cramnb.build`: Read, cut repeats, filter: shard by shard, in stages that a kill cannot undo
 - `cramnb.cards`: One table of graphics cards: how fast, how much memory, and where that stands
-- `cramnb.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
 - `cramnb.choices`: Number format, attention, compiler and recipe as functions of a described device, so that they can be tested without it
 - `cramnb.clean`: A suffix array, a filter that remembers paragraphs, and near-duplicates
 - `cramnb.command`: Words become a verb and a recipe, and a mistake is told in one line, at once
 - `cramnb.consumer`: A hundred hours on 8 GB with Hugging Face's own parts, beside our engine, and what both are worth
-- `cramnb.core`: Errors with the nearest name, files written whole or not at all, and one door for everything that is read
+- `cramnb.core`: Errors with the nearest name, files written whole or not at all
 - `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
 - `cramnb.cram`: Raw text to score table, in three minutes or in twenty-four hours, by one command
 - `cramnb.curves`: Compare runs, and tell a sick one from a healthy one
 - `cramnb.device`: Device, precision, compiler and microbatch, chosen by measuring, and a second try where a card fails
 - `cramnb.distributed`: The same run on two cards, with the same numbers, and nobody left hanging
-- `cramnb.draw`: The strip that opens each chapter, and flow diagrams in one look
 - `cramnb.encoder`: Positions, norms, gates and a stream that every layer adds to: the encoder of crammed-BERT
 - `cramnb.evaluate`: Same weights, same questions, same protocol: the same trials, found again
 - `cramnb.exams`: GLUE's own files and the hub's, and rows that are checked before anybody trains on them
 - `cramnb.fields`: An option knows its meaning and its bounds, and a word of the command line is read by its type
 - `cramnb.files`: Texts out of text files, JSON, tables and archives, and a report of what was damaged
-- `cramnb.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
 - `cramnb.glue`: What GLUE asks, how its answers are counted, and a suite made from your own text
 - `cramnb.hub`: Checkpoints of the original in, ordinary Hugging Face folders out
+- `cramnb.judge.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
+- `cramnb.judge.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
+- `cramnb.judge.score`: Several seeds, the median, the spread, and why published averages differ
 - `cramnb.launch`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?
-- `cramnb.live`: Loss, speed, memory and time left in a browser, without an account
-- `cramnb.masking`: Hide a quarter of the text, and ask for it back
 - `cramnb.memory`: What a pass keeps, counted with tensors that have a shape and no content
 - `cramnb.mlm`: A decoder that looks only where it is asked, and the model classes
 - `cramnb.names`: Command lines of cramming, understood option for option
-- `cramnb.optim`: AdamW by hand, Muon for matrices, and who gets weight decay
 - `cramnb.options`: Collected from the chapters they belong to, in a module that loads without torch
 - `cramnb.original`: The published crammed-BERT weights, of both generations, as the function that they were
 - `cramnb.pace`: Tokens per second, measured in a second or two before a run begins
-- `cramnb.packing`: Pack the tokens once, and read them for ever
 - `cramnb.presets`: Named recipes, collected from the chapters they belong to
-- `cramnb.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
 - `cramnb.publish`: A folder for the hub, with a card that says how each number was measured
 - `cramnb.ready`: Published rows and their tokenizer, fetched in parts; and rows of random tokens
 - `cramnb.recipe`: One graphics card, one day, and every choice of the run in one typed object
@@ -45,21 +41,23 @@
 - `cramnb.rivals`: What a user would write instead, kept for comparison
 - `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory
 - `cramnb.rules`: Mistakes that only two parts of a recipe together can show, told before anything starts
-- `cramnb.run`: Train inside a folder, and go on after a kill
-- `cramnb.runs`: Open, lock, list, and find a checkpoint
+- `cramnb.run.page`: Loss, speed, memory and time left in a browser, without an account
+- `cramnb.run.run`: Train inside a folder, and go on after a kill
+- `cramnb.run.runs`: Open, lock, list, and find a checkpoint
+- `cramnb.run.watch`: One line per update: loss, speed, share of the card, energy; and those who are told about it
 - `cramnb.scaling`: What fits on a card, how many tokens a day is, and what a law learnt from small runs can promise
-- `cramnb.schedule`: Learning rate and batch size as functions of the share of the day that is spent
-- `cramnb.score`: Several seeds, the median, the spread, and why published averages differ
-- `cramnb.show`: One look for all chapters, and the short text they share
 - `cramnb.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
 - `cramnb.steps`: The same weights in two models, equal loss and gradients first, and only then a clock
 - `cramnb.store`: A corpus is built once, and named by its content
 - `cramnb.tables`: Rows from CSV, JSON, Parquet or Arrow, made into a task
+- `cramnb.text.masking`: Hide a quarter of the text, and ask for it back
+- `cramnb.text.packing`: Pack the tokens once, and read them for ever
+- `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
 - `cramnb.throughput`: The real model, loader and optimizer on the device at hand, and where the time goes
-- `cramnb.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
-- `cramnb.trackers`: TensorBoard and Weights & Biases
-- `cramnb.train`: A loop that knows how much of its day is gone, and ends on time with nothing broken
-- `cramnb.watch`: Loss, speed, share of the card and energy, one line per update
+- `cramnb.train.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
+- `cramnb.train.loop`: A loop that knows how much of its day is gone, and ends on time with nothing broken
+- `cramnb.train.optim`: AdamW by hand, Muon for matrices, and who gets weight decay
+- `cramnb.train.schedule`: Learning rate and batch size as functions of the share of the day that is spent
 - `cramnb.ways`: Number format, attention and compiler, chosen by timing real passes before a run starts
 - `cramnb.zoo`: The relatives of crammed-BERT side by side, each as a few changed lines of one recipe"""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import newest_sound
+from .train.checkpoint import newest_sound
 from .choices import how_to_compute, machine_here
 from .core import read_json
 from .device import auto_microbatch, pick_device, pick_precision, recompute_layers
@@ -29,7 +29,7 @@ from .launch import share
 from .memory import Fit, fit_memory
 from .options import Impl
 from .recipe import Recipe
-from .train import Trainer
+from .train.loop import Trainer
 from .ways import fastest_way, worth_compiling
 
 # %% ../nbs/engine/auto.ipynb #lau0mem1

@@ -29,19 +29,19 @@ import torch
 from .core import CramError, nearest, quiet, write_json
 from .device import pick_device
 from .exams import load_tasks
-from .finetune import run_trial
+from .judge.finetune import run_trial
 from .glue import local_suite
-from .masking import mask_tokens
+from .text.masking import mask_tokens
 from .mlm import build_model
 from .options import Arch, Data
-from .packing import PackedCorpus, Rows, write_rows
+from .text.packing import PackedCorpus, Rows, write_rows
 from .recipe import Recipe, compose
 from .rivals import beside_transformers, run_arm, same_contents, stored_table
 from .rivals import with_collator, with_data_loader, with_trainer
 from .sources import documents
 from .steps import beside_original, own_words, step_arms, step_recipe
 from .throughput import machine, tell, whole_loop
-from .tokenizer import train_tokenizer
+from .text.tokenizer import train_tokenizer
 
 # %% ../nbs/19_bench.ipynb #e3f385f9
 @dataclass

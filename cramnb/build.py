@@ -33,7 +33,7 @@ from .core import whole, write_array, write_json
 from .corpus import is_trash
 from .options import Data
 from .sources import Report, documents, find_files
-from .tokenizer import encode, train_tokenizer
+from .text.tokenizer import encode, train_tokenizer
 
 # %% ../nbs/engine/build.ipynb #c76e97b1
 SHARD_BYTES = 16_000_000  # characters of a shard: this bounds the memory of every stage

@@ -28,7 +28,7 @@ from types import ModuleType, SimpleNamespace
 from .core import CramError, LostRank, Stopped, nearest, say
 from .presets import PRESETS
 from .recipe import GROUPS, Recipe, compose, leaves, tiny
-from .runs import free_name, latest_run, list_runs, runs_table
+from .run.runs import free_name, latest_run, list_runs, runs_table
 
 # %% ../nbs/engine/command.ipynb #8c859283
 VERBS = dict(
@@ -208,7 +208,7 @@ def watch_verb(
     if len(names) > 1:
         raise CramError(f"watch shows one run at a time, not {' and '.join(names)}.")
     base = compose([w for w in rest if '=' in w]).base_dir
-    load('live').watch_run(base, *names, port=int(port), say=say, **own)
+    load('run.page').watch_run(base, *names, port=int(port), say=say, **own)
 
 # %% ../nbs/engine/command.ipynb #4b69ff42
 def go_on(
@@ -285,7 +285,7 @@ def _work_with_recipe(words, call):
     if 'WORLD_SIZE' in os.environ:
         call.first = load('launch').dist_env()['rank'] == 0
     verb, call.recipe = read_command(words, say if call.first else None)
-    verbs, watch = load('cram'), load('watch')
+    verbs, watch = load('cram'), load('run.watch')
     call.progress = watch.Bars()
     if call.first or verb in ('pretrain', 'cram'):
         getattr(verbs, f'{verb}_verb')(call.recipe, call.progress, say)

@@ -32,15 +32,15 @@ from .exams import load_tasks, task_folder
 from .glue import LOCAL, task_names
 from .hub import convert
 from .mlm import flops_per_token
-from .probe import fill_blank
+from .judge.probe import fill_blank
 from .publish import publish, publish_corpus
 from .recipe import Recipe, compose
 from .report import pretrain_table, save_plot, write_report
-from .run import Run, dry_run, open_run, prepare, pretrain, silent
-from .runs import Checkpoint, finished, resolve_checkpoint, run_folder
+from .run.run import Run, dry_run, open_run, prepare, pretrain, silent
+from .run.runs import Checkpoint, finished, resolve_checkpoint, run_folder
 from .scaling import Plan, corpus_rows, describe, expected_loss, plan_here, plan_lines
 from .scaling import plan_run, show_hours
-from .score import score_table
+from .judge.score import score_table
 from .store import load_corpus, verify_corpus
 
 # %% ../nbs/22_cram.ipynb #92526865

@@ -22,8 +22,8 @@ from statistics import median
 from matplotlib.figure import Figure
 
 from .core import CramError, nearest
-from .runs import smooth
-from .watch import glance
+from .run.runs import smooth
+from .run.watch import glance
 
 # %% ../nbs/engine/curves.ipynb #c949ba42
 _AXES = dict(

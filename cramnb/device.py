@@ -31,9 +31,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .choices import best_device, how_to_compute, machine_here
 from .core import CramError, LostRank, Stopped
 from .fields import parse_memory
-from .masking import MaskedBatch
+from .text.masking import MaskedBatch
 from .options import Impl, Train
-from .train import Trainer, accumulate, gradients, mlm_loss
+from .train.loop import Trainer, accumulate, gradients, mlm_loss
 
 # %% ../nbs/engine/device.ipynb #2686b108
 def pick_device(

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .core import CramError, LostRank
-from .masking import MaskedBatch
-from .schedule import microbatches
-from .train import Trainer
+from .text.masking import MaskedBatch
+from .train.schedule import microbatches
+from .train.loop import Trainer
 
 # %% ../nbs/13_distributed.ipynb #9952751c
 def own_rows(

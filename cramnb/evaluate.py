@@ -22,14 +22,14 @@ from .core import CramError, fingerprint, load_pretrained, read_json, whole, wri
 from .core import write_text
 from .device import pick_device, pick_precision, process_settings
 from .exams import load_tasks
-from .finetune import Trial
+from .judge.finetune import Trial
 from .glue import LOCAL, PUBLISHED, PUBLISHED_TASKS, local_suite, task_names
 from .options import Impl
 from .recipe import Recipe
-from .run import Run
-from .runs import Checkpoint, read_recipe, resolve_checkpoint
-from .score import Score, evaluate_checkpoint, mean_score, score_table, summarise
-from .score import within_rules
+from .run.run import Run
+from .run.runs import Checkpoint, read_recipe, resolve_checkpoint
+from .judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
+from .judge.score import within_rules
 from .store import store_folder
 
 # %% ../nbs/engine/evaluate.ipynb #e47bb8af

@@ -27,11 +27,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .checkpoint import newest_sound, restore
+from .train.checkpoint import newest_sound, restore
 from .core import CramError, LostRank
 from .distributed import World, noticing
 from .options import Impl
-from .train import Trainer
+from .train.loop import Trainer
 
 # %% ../nbs/engine/launch.ipynb #ee50e2b4
 def dist_env() -> dict[str, int]:  # rank, local_rank, size, local_size

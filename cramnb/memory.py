@@ -18,11 +18,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .core import CramError
-from .masking import mask_tokens
+from .text.masking import mask_tokens
 from .mlm import build_model
 from .options import Arch, Train
 from .recipe import Recipe
-from .train import mlm_loss
+from .train.loop import mlm_loss
 
 # %% ../nbs/engine/memory.ipynb #mem00008
 def parameters_by_part(

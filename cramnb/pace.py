@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from .auto import wants_measuring
-from .masking import MaskedBatch, mask_tokens
+from .text.masking import MaskedBatch, mask_tokens
 from .mlm import build_model, flops_per_token
 from .recipe import Recipe
-from .train import mlm_loss
+from .train.loop import mlm_loss
 from .ways import fastest_way
 
 # %% ../nbs/engine/pace.ipynb #pac00008

@@ -29,7 +29,7 @@ from .core import read_json, whole, write_json
 from .hub import first_line, write_pretrained
 from .mlm import CrammedBertForMaskedLM
 from .original import refuse
-from .packing import PackedCorpus
+from .text.packing import PackedCorpus
 
 # %% ../nbs/engine/publish.ipynb #b0c0000b
 _BERT = dict(  # what BERT can say, and nothing else

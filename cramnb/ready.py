@@ -27,10 +27,10 @@ from transformers import PreTrainedTokenizerFast
 from .core import CramError, load_pretrained, read_json, remove
 from .core import whole, write_array, write_json
 from .options import Data
-from .packing import Rows, narrow, write_rows
+from .text.packing import Rows, narrow, write_rows
 from .rows import count_tokens
 from .sources import Report, open_hub
-from .tokenizer import SPECIAL_TOKENS, template, wrap
+from .text.tokenizer import SPECIAL_TOKENS, template, wrap
 
 # %% ../nbs/engine/ready.ipynb #a33fd0ad
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json')

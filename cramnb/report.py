@@ -18,9 +18,9 @@ from .core import CramError, nearest, printable, read_json, whole, write_text
 from .curves import plot_run, plot_runs
 from .fields import flat
 from .recipe import Recipe, show_budget
-from .run import Run
-from .runs import list_runs, read_log
-from .score import score_table
+from .run.run import Run
+from .run.runs import list_runs, read_log
+from .judge.score import score_table
 from .store import data_card
 
 # %% ../nbs/engine/report.ipynb #40ab200f

@@ -45,13 +45,13 @@ from .corpus import normalizer
 from .glue import score
 from .mlm import build_model
 from .options import Arch, Data
-from .packing import PackedCorpus
+from .text.packing import PackedCorpus
 from .publish import bert_names
 from .recipe import preset
 from .steps import WAYS, Side, our_ways
 from .store import prepare_corpus
-from .tokenizer import SPECIAL_TOKENS, wrap
-from .train import mlm_loss
+from .text.tokenizer import SPECIAL_TOKENS, wrap
+from .train.loop import mlm_loss
 
 # %% ../nbs/engine/rivals.ipynb #b0e10002
 def with_collator(

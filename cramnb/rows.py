@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from .build import Shards, clean_heldout, each_shard, learn
 from .core import load_pretrained, read_json, remove, write_array, write_json
 from .options import Data
-from .packing import Rows, narrow, order_keys, pack, write_rows
-from .tokenizer import encode
+from .text.packing import Rows, narrow, order_keys, pack, write_rows
+from .text.tokenizer import encode
 
 # %% ../nbs/engine/rows.ipynb #4c75710d
 def _encode_shard(data, folder, n):

@@ -18,7 +18,7 @@ from .core import nearest
 from .fields import flat, parse_memory
 from .options import TASK_NAMES, Data
 from .presets import PRESETS
-from .schedule import schedule_name
+from .train.schedule import schedule_name
 
 # %% ../nbs/engine/rules.ipynb #a701c593
 def _names(recipe):

@@ -31,9 +31,9 @@ from .memory import fit_memory, memory_needed, parameters_by_part
 from .mlm import flops_per_token
 from .pace import rate_here
 from .recipe import Recipe, preset
-from .schedule import batch_size_at
+from .train.schedule import batch_size_at
 from .store import store_folder
-from .watch import show_seconds
+from .run.watch import show_seconds
 
 # %% ../nbs/18_scaling.ipynb #scece979
 SHARE = 0.415  # of the peak: 103,200 tokens a second of crammed-BERT on an RTX A6000 (issue 96693)
@@ -298,7 +298,7 @@ def fit_law(
 @cache
 def known_law() -> tuple[Law, float, np.ndarray]:  # law, largest error, (N, D) of the runs
     "The law of the committed runs, and how far any of them lies from it, fitted or kept back."
-    from cramnb.show import read_data  # pictures are loaded when a forecast is asked for
+    from cramnb.book.show import read_data  # pictures are loaded when a forecast is asked for
 
     log = read_data('scaling_runs.json')
     runs = [r for r in log['runs'] if not r['seed'] and not r['held_back']]

@@ -31,15 +31,15 @@ from torch import nn
 
 from .core import CramError
 from .device import keep_memory, pick_device
-from .masking import MaskedBatch
+from .text.masking import MaskedBatch
 from .mlm import build_model, flops_per_token
-from .optim import build_optimizer
+from .train.optim import build_optimizer
 from .options import Arch, Train
 from .original import from_original
 from .pace import random_batch
 from .recipe import Recipe, compose
 from .throughput import matmul_rate, wait
-from .train import accumulate, clip_and_step, mlm_loss
+from .train.loop import accumulate, clip_and_step, mlm_loss
 
 # %% ../nbs/engine/steps.ipynb #k7st0010
 @dataclass(frozen=True)

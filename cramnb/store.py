@@ -28,7 +28,7 @@ from .build import clean_stage, disk_needed, read_stage
 from .core import CramError, DiskFull, disk_full, fingerprint, load_pretrained
 from .core import printable, read_json, remove, write_json, write_text
 from .options import Data
-from .packing import PackedCorpus, Rows
+from .text.packing import PackedCorpus, Rows
 from .ready import check_marks, first_line, random_stage, ready_stage
 from .rows import token_stage
 from .sources import source_version

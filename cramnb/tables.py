@@ -24,7 +24,7 @@ from pathlib import Path
 
 from .core import CramError, nearest, printable
 from .glue import Task
-from .score import hold_out
+from .judge.score import hold_out
 
 # %% ../nbs/engine/tables.ipynb #104e46cf
 def read_text(path):

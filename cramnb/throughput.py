@@ -28,13 +28,13 @@ import torch
 from tokenizers import Tokenizer, models
 
 from .device import pick_device
-from .masking import MaskedBatch
+from .text.masking import MaskedBatch
 from .mlm import flops_per_token
-from .packing import PackedCorpus, Rows, write_rows
+from .text.packing import PackedCorpus, Rows, write_rows
 from .recipe import Recipe
-from .run import make_trainer
-from .tokenizer import SPECIAL_TOKENS, wrap
-from .train import Trainer, accumulate
+from .run.run import make_trainer
+from .text.tokenizer import SPECIAL_TOKENS, wrap
+from .train.loop import Trainer, accumulate
 
 # %% ../nbs/engine/throughput.ipynb #k7th0010
 def wait(

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .train import accumulate, mlm_loss
+from .train.loop import accumulate, mlm_loss
 
 # %% ../nbs/engine/ways.ipynb #way0cls1
 # speed: sequences per second; loss: nats per token

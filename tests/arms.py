@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from cramnb.device import keep_memory
-from cramnb.packing import PackedCorpus, pack
+from cramnb.text.packing import PackedCorpus, pack
 from cramnb.recipe import compose
-from cramnb.run import make_trainer
+from cramnb.run.run import make_trainer
 from cramnb.store import prepare_corpus
-from cramnb.tokenizer import encode
-from cramnb.train import heldout_batches, heldout_loss, unigram_entropy
+from cramnb.text.tokenizer import encode
+from cramnb.train.loop import heldout_batches, heldout_loss, unigram_entropy
 
 FASTEST = ["impl.precision=bfloat16", "impl.attn_implementation=eager", "impl.microbatch_size=32"]
 MARKS = [0.02, 0.05, *(n / 20 for n in range(2, 6)), *(n / 10 for n in range(3, 10))]

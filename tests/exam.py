@@ -14,7 +14,7 @@ from cramnb.corpus import docstrings
 from cramnb.glue import TASKS
 from cramnb.mlm import build_model
 from cramnb.recipe import preset
-from cramnb.tokenizer import train_tokenizer
+from cramnb.text.tokenizer import train_tokenizer
 
 EV = replace(preset("eval", "GLUE_sane"), epochs=2, lr=2e-3, classifier_pooling="mean")
 SIX = ("cola", "sst2", "mrpc", "stsb", "rte", "mnli")

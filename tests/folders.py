@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cramnb.core import write_json, write_text
-from cramnb.watch import Log
+from cramnb.run.watch import Log
 
 
 def fake_run(base: Path, name: str, rows: int = 5, **files):

@@ -23,10 +23,10 @@ from cramnb.core import quiet
 from cramnb.mlm import count_parameters
 from cramnb.options import Data
 from cramnb.recipe import compose
-from cramnb.run import make_trainer
+from cramnb.run.run import make_trainer
 from cramnb.sources import documents
 from cramnb.store import prepare_corpus
-from cramnb.train import heldout_batches, heldout_loss, unigram_entropy
+from cramnb.train.loop import heldout_batches, heldout_loss, unigram_entropy
 
 SECONDS, ROWS, PILOT, VOCAB = 120.0, 16, 10.0, 4096
 SIZES = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512)

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
 
 import cramnb  # noqa: F401  (registers the model classes)
-from cramnb.probe import fill_blank
+from cramnb.judge.probe import fill_blank
 
 SENTENCES = (
     "Return the [MASK] of the array.",

@@ -17,7 +17,7 @@ import torch
 
 from cramnb.device import keep_memory
 from cramnb.recipe import compose
-from cramnb.run import make_trainer
+from cramnb.run.run import make_trainer
 from cramnb.store import prepare_corpus
 
 SHAPES = {

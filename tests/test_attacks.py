@@ -347,7 +347,7 @@ def test_hostile_exams_are_one_line(home, capsys, rows, suffix):
 
 
 @pytest.mark.parametrize(
-    "when", ["cramnb.recipe", "numpy", "torch._C", "transformers", "cramnb.train"]
+    "when", ["cramnb.recipe", "numpy", "torch._C", "transformers", "cramnb.train.loop"]
 )  # 12
 def test_ctrl_c_while_modules_load_ends_with_one_line(when, home):
     run = subprocess.Popen(
@@ -381,7 +381,7 @@ def test_control_characters_and_markup_are_shown_not_obeyed(home, capsys):  # 13
     for card in home.glob("corpora/*/README.md"):
         text = card.read_text(encoding="utf-8")
         assert "\x1b" not in text and "\x07" not in text and "<script>" not in text
-    from cramnb.show import show_table
+    from cramnb.book.show import show_table
 
     assert "<script>" not in str(getattr(show_table([[bad]], ["a"]), "data", ""))
 

@@ -19,8 +19,8 @@ from toy import ARCH, DATA, batches, model, recipe, weights
 from conftest import server
 from safetensors.torch import load_file
 
-from cramnb import checkpoint as module
-from cramnb.checkpoint import (
+from cramnb.train import checkpoint as module
+from cramnb.train.checkpoint import (
     CheckpointManager,
     best_checkpoint,
     checkpoints,
@@ -32,7 +32,7 @@ from cramnb.mlm import build_model
 from cramnb.store import prepare_corpus
 from cramnb.core import CramError, DiskFull, fingerprint
 from cramnb.recipe import compose
-from cramnb.train import Stopped, Trainer
+from cramnb.train.loop import Stopped, Trainer
 
 
 def trainer(seed=0, clock=None, should_stop=lambda: False, budget=1.0, **changes) -> Trainer:
@@ -478,7 +478,7 @@ def _recipe(texts, folder):
 
 
 def _pretrain(texts, folder, run):
-    from cramnb.run import Run, pretrain
+    from cramnb.run.run import Run, pretrain
 
     recipe = replace(_recipe(texts, folder), base_dir=str(run.parent), name=run.name)
     this = Run(recipe, say=lambda text: None)
@@ -489,7 +489,7 @@ def _pretrain(texts, folder, run):
 def test_a_whole_run_killed_at_twenty_moments_is_the_unbroken_run(texts, tmp_path):
     """Half of the kills fall while a checkpoint is being written, half just after an update was
     logged."""
-    from cramnb.watch import CLOCKED
+    from cramnb.run.watch import CLOCKED
 
     torch.set_num_threads(1)
     prepare_corpus(_recipe(texts, tmp_path / "corpora").data, tmp_path / "corpora")
@@ -587,7 +587,7 @@ def test_with_a_wall_clock_the_budget_is_one_and_no_row_is_read_twice_or_skipped
 
 
 def _wait_for_a_signal(ready, heard):
-    from cramnb.run import Interruptible
+    from cramnb.run.run import Interruptible
 
     with Interruptible() as signals:
         ready.set()

@@ -15,7 +15,7 @@ from cramnb.core import quiet
 from cramnb.corpus import docstrings
 from cramnb.glue import PUBLISHED_TASKS
 from cramnb.recipe import preset
-from cramnb.show import read_data
+from cramnb.book.show import read_data
 
 SIZES = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
 

@@ -14,7 +14,7 @@ from conftest import ROOT, beside, cramnb
 from execnb.shell import CaptureShell
 from test_repository import cells, source
 
-from cramnb.watch import CLOCKED
+from cramnb.run.watch import CLOCKED
 
 SMALL = [
     "budget=5s",

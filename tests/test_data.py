@@ -10,7 +10,7 @@ from conftest import server
 from cramnb.clean import deduplicate
 from cramnb.corpus import normalizer
 from cramnb.sources import find_files, read_file
-from cramnb.packing import Rows, pack, write_rows
+from cramnb.text.packing import Rows, pack, write_rows
 from cramnb.store import prepare_corpus, store_folder
 from cramnb.options import Data
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cramnb.auto import as_before, fit_here, memory_line, settle, way_of
-from cramnb.checkpoint import save_checkpoint
+from cramnb.train.checkpoint import save_checkpoint
 from cramnb.choices import How, Machine, how_to_compute, machine_of, recipe_for
 from cramnb.core import CramError, LostRank, Stopped
 from cramnb.device import (
@@ -34,8 +34,8 @@ from cramnb.evaluate import _way
 from cramnb.options import Impl
 from cramnb.presets import PRESETS, PROVENANCE
 from cramnb.recipe import compose, from_dict, preset, tiny, to_dict
-from cramnb.run import Run, pretrain
-from cramnb.train import mlm_loss
+from cramnb.run.run import Run, pretrain
+from cramnb.train.loop import mlm_loss
 from cramnb.ways import (
     MeasuredWay,
     choose,
@@ -462,7 +462,7 @@ def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts,
     def measured(*_):
         return MeasuredWay("bfloat16", "eager", 160, 9.0)
 
-    monkeypatch.setattr("cramnb.run._train_loop", one_update)
+    monkeypatch.setattr("cramnb.run.run._train_loop", one_update)
     monkeypatch.setattr("cramnb.auto.auto_microbatch", lambda *_: 8)
     monkeypatch.setattr("cramnb.auto.fastest_way", measured)
     with pytest.raises(Stopped):

@@ -15,7 +15,7 @@ import torch
 from conftest import cramnb, server
 from toy import ARCH
 
-from cramnb.checkpoint import checkpoints, save_checkpoint
+from cramnb.train.checkpoint import checkpoints, save_checkpoint
 from cramnb.core import CramError, LostRank
 from cramnb.distributed import World, noticing, parallelise
 from cramnb.launch import (
@@ -27,11 +27,11 @@ from cramnb.launch import (
     resume,
     share,
 )
-from cramnb.masking import mask_tokens, microbatch_generator
+from cramnb.text.masking import mask_tokens, microbatch_generator
 from cramnb.mlm import build_model
 from cramnb.options import Impl
 from cramnb.recipe import preset
-from cramnb.train import Stopped, Trainer
+from cramnb.train.loop import Stopped, Trainer
 
 DATA = 5 + (torch.arange(256)[:, None] + torch.arange(16)) % 12  # rows that count up: easy to learn
 DATA[7, 2:] = 0  # a row with fewer tokens to ask for than others

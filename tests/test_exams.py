@@ -16,9 +16,9 @@ from exam import EV, SIX, checkpoint, rows_of, tokenizer, write  # noqa: F401
 from cramnb.core import CramError
 from cramnb.command import main
 from cramnb.exams import check_rows, load_folder, load_hub, load_tasks
-from cramnb.finetune import run_trial
+from cramnb.judge.finetune import run_trial
 from cramnb.glue import GLUE, TASKS, score
-from cramnb.score import evaluate_checkpoint
+from cramnb.judge.score import evaluate_checkpoint
 from cramnb.tables import own_task
 
 

@@ -553,7 +553,7 @@ def write_original(folder, config, model, tokenizer=True):
         folder / "model.safetensors",
     )
     if tokenizer:
-        from cramnb.tokenizer import train_tokenizer
+        from cramnb.text.tokenizer import train_tokenizer
 
         train_tokenizer(
             ["the cat sat on the mat"] * 5, replace(preset("data", "docstrings"), vocab_size=26)
@@ -626,7 +626,7 @@ def run(tmp_path):
     "A finished run, as `cramnb pretrain` and `cramnb eval` leave it."
 
     def make(**changes):
-        from cramnb.tokenizer import train_tokenizer
+        from cramnb.text.tokenizer import train_tokenizer
 
         recipe = tiny("name=small", "budget=24")
         recipe = replace(

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import pytest
 from conftest import ROOT, cramnb
 
-from cramnb import live
+from cramnb.run import page as live
 from cramnb.core import CramError, write_json
-from cramnb.live import LiveServer, curve, live_data, live_page, watch_run
-from cramnb.runs import lock_run
+from cramnb.run.page import LiveServer, curve, live_data, live_page, watch_run
+from cramnb.run.runs import lock_run
 
 HOSTILE = "<img src=x onerror=document.title=1>"
 CHROMIUM = shutil.which("chromium")
@@ -107,7 +107,7 @@ def test_a_run_that_hangs_is_told(folder, monkeypatch):
 
 def test_a_killed_process_is_shown_as_died(folder):
     code = (
-        "import os, signal; from pathlib import Path; from cramnb.runs import lock_run\n"
+        "import os, signal; from pathlib import Path; from cramnb.run.runs import lock_run\n"
         f"with lock_run(Path({str(folder)!r})):\n"
         "    print('locked', flush=True); signal.pause()"
     )
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_the_page(folder, monkeypatch):
 
 
 def test_watching_needs_no_torch():
-    code = "import sys, cramnb.live; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    code = "import sys, cramnb.run.page; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.stdout.split() == ["False", "False"], run.stderr
 

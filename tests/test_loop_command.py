@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cramnb.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from cramnb.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from cramnb.command import main
 from cramnb.report import pretrain_table
-from cramnb.run import make_trainer, measure
-from cramnb.train import heldout_batches, mlm_loss
+from cramnb.run.run import make_trainer, measure
+from cramnb.train.loop import heldout_batches, mlm_loss
 from cramnb.store import prepare_corpus
 from cramnb.core import CramError
 from cramnb.recipe import compose

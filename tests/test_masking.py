@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cramnb.masking import (
+from cramnb.text.masking import (
     MASKINGS,
     mask_count,
     mask_rate_at,
@@ -211,7 +211,7 @@ def test_a_falling_rate_keeps_every_shape():
 
 def test_the_collator_of_transformers_agrees_in_distribution():
     from cramnb.options import Data
-    from cramnb.tokenizer import train_tokenizer
+    from cramnb.text.tokenizer import train_tokenizer
     from transformers import DataCollatorForLanguageModeling
 
     tok = train_tokenizer(
@@ -261,7 +261,7 @@ def test_whole_words_as_transformers_hides_them():
 
     from transformers import DataCollatorForLanguageModeling
     from cramnb.options import Data
-    from cramnb.tokenizer import train_tokenizer, word_starts
+    from cramnb.text.tokenizer import train_tokenizer, word_starts
 
     if "whole_word_mask" not in inspect.signature(DataCollatorForLanguageModeling).parameters:
         pytest.skip("this version of transformers has another collator for whole words")
@@ -327,9 +327,9 @@ def test_whole_words_as_transformers_hides_them():
 def test_the_stream_of_a_run_follows_its_recipe():
     from types import SimpleNamespace
 
-    from cramnb.train import masked_rows
+    from cramnb.train.loop import masked_rows
     from cramnb.recipe import tiny
-    from cramnb.show import specimen
+    from cramnb.book.show import specimen
 
     s = specimen()
     corpus = SimpleNamespace(

@@ -176,7 +176,7 @@ def test_padding_is_never_seen(arch):
 
 def batch(rows=4):
     "Random rows of the tiny vocabulary, masked."
-    from cramnb.masking import mask_tokens
+    from cramnb.text.masking import mask_tokens
 
     g = torch.Generator().manual_seed(1)
     return mask_tokens(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from cramnb.checkpoint import load_checkpoint, save_checkpoint
+from cramnb.train.checkpoint import load_checkpoint, save_checkpoint
 from cramnb.mlm import build_model
-from cramnb.optim import (
+from cramnb.train.optim import (
     Lion,
     Muon,
     build_optimizer,

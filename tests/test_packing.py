@@ -6,7 +6,7 @@ import pytest
 
 from cramnb.core import CramError
 from cramnb.options import Data
-from cramnb.packing import (
+from cramnb.text.packing import (
     BLOCK,
     WINDOW,
     PackedCorpus,
@@ -20,7 +20,7 @@ from cramnb.packing import (
 from cramnb.rows import count_tokens, in_order, keyed
 from cramnb.sources import documents
 from cramnb.store import prepare_corpus
-from cramnb.tokenizer import encode
+from cramnb.text.tokenizer import encode
 
 
 def small(texts, **changes) -> Data:

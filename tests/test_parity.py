@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from cramnb.original import from_original, sources
-from cramnb.show import read_data
+from cramnb.book.show import read_data
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "nbs/data" / f"parity_crammed_bert.{kind}" for kind in ("safetensors", "json")]

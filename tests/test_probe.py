@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, pipeline
 
-from cramnb.checkpoint import checkpoints, save_checkpoint
+from cramnb.train.checkpoint import checkpoints, save_checkpoint
 from cramnb.command import main
-from cramnb.masking import MaskedBatch, mask_tokens
+from cramnb.text.masking import MaskedBatch, mask_tokens
 from cramnb.mlm import build_model
-from cramnb.probe import (
+from cramnb.judge.probe import (
     KINDS,
     attention_distance,
     attention_entropy,
@@ -24,8 +24,8 @@ from cramnb.probe import (
 )
 from cramnb.core import CramError
 from cramnb.recipe import tiny
-from cramnb.tokenizer import train_tokenizer
-from cramnb.train import Trainer, heldout_loss
+from cramnb.text.tokenizer import train_tokenizer
+from cramnb.train.loop import Trainer, heldout_loss
 
 TEXTS = [
     "the quick brown fox jumps over 13 lazy dogs , don't you think ? "

@@ -441,7 +441,7 @@ def test_wheel_works_outside_the_repository(tmp_path):
     entry = next(libraries.glob("cramnb-*.dist-info")) / "entry_points.txt"
     assert "cramnb=cramnb._modidx:d" in entry.read_text().replace(" ", "")
     code = (
-        "import cramnb; from transformers import AutoConfig; from cramnb.show import fact; "
+        "import cramnb; from transformers import AutoConfig; from cramnb.book.show import fact; "
         "size = AutoConfig.for_model('crammed_bert').hidden_size; "
         "print(cramnb.__file__, size, fact('glue_crammed').value)"
     )

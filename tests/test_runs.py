@@ -13,7 +13,7 @@ from folders import fake_run
 from cramnb.core import CramError, write_json
 from cramnb.command import main
 from cramnb.recipe import compose, to_dict
-from cramnb.runs import (
+from cramnb.run.runs import (
     Checkpoint,
     check_folder,
     is_running,
@@ -49,7 +49,7 @@ EVAL = ["eval.tasks=order", "eval.epochs=1", "eval.max_train_examples=32", "eval
 
 def test_listing_runs_needs_no_torch():
     heavy = "('torch', 'transformers', 'numpy')"
-    code = f"import sys, cramnb.runs; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, cramnb.run.runs; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 

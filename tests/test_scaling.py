@@ -12,7 +12,7 @@ from test_widgets import lab, shown, wait  # noqa: F401
 
 from cramnb.cards import MEMORY, PEAKS, Card, card_key, find_card
 from cramnb.core import CramError
-from cramnb.masking import mask_tokens
+from cramnb.text.masking import mask_tokens
 from cramnb.memory import activation_bytes, fit_memory, kept_bytes, memory_needed
 from cramnb.memory import parameters_by_part
 from cramnb.mlm import build_model, count_parameters, flops_per_token
@@ -30,7 +30,7 @@ from cramnb.scaling import (
     plan_lines,
     plan_run,
 )
-from cramnb.train import mlm_loss
+from cramnb.train.loop import mlm_loss
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-crammed", "hf-bert-tiny", "crammed-bert"])
@@ -234,7 +234,7 @@ def planner() -> str:
         "from cramnb.cards import find_card",
         "from cramnb.recipe import crammed",
         "from cramnb.scaling import corpus_rows, describe, plan_run",
-        "from cramnb.show import interact",
+        "from cramnb.book.show import interact",
         "asked_for = ['RTX 3060 TI', 'RTX 4090']",
         "shades = dict(weights='b', gradients='b', optimizer='b', activations='r', logits='y')",
     )

@@ -7,7 +7,7 @@ import pytest
 
 from cramnb.core import CramError
 from cramnb.recipe import compose
-from cramnb.schedule import SCHEDULES, batch_size_at, lr_factor, microbatches, schedule_name
+from cramnb.train.schedule import SCHEDULES, batch_size_at, lr_factor, microbatches, schedule_name
 
 X = (0, 0.05, 0.10, 0.25, 0.50, 0.60, 0.75, 0.90, 1.0)
 GRID = [i / 800 for i in range(1601)]  # 0 to 2

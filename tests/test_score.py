@@ -19,12 +19,12 @@ from cramnb.core import CramError
 from cramnb.evaluate import adopt, open_text, plot_scores
 from cramnb.evaluate import score as evaluate
 from cramnb.exams import load_folder, load_tasks
-from cramnb.finetune import Trial, leak, run_trial
+from cramnb.judge.finetune import Trial, leak, run_trial
 from cramnb.glue import TASKS
 from cramnb.recipe import preset, tiny
-from cramnb.run import Run
-from cramnb.runs import Checkpoint, make_folder
-from cramnb.score import (
+from cramnb.run.run import Run
+from cramnb.run.runs import Checkpoint, make_folder
+from cramnb.judge.score import (
     _plan_trials,
     evaluate_checkpoint,
     hold_out,

@@ -13,7 +13,7 @@ from cramnb.sources import read_file
 from cramnb.core import CramError
 from cramnb.options import Data
 from cramnb.recipe import compose
-from cramnb.tokenizer import SPECIAL_TOKENS, encode, fertility, train_tokenizer, word_starts
+from cramnb.text.tokenizer import SPECIAL_TOKENS, encode, fertility, train_tokenizer, word_starts
 from transformers import AutoTokenizer
 
 KINDS = ["WordPiece", "BPE", "Unigram", "WordLevel", "SentencePieceBPE"]
@@ -25,7 +25,7 @@ GERMAN = [
 CODE = """
 import json, sys
 from cramnb.options import Data
-from cramnb.tokenizer import train_tokenizer
+from cramnb.text.tokenizer import train_tokenizer
 docs = json.load(sys.stdin)
 for kind in sys.argv[1:]:
     tokenizer = train_tokenizer(docs, Data(tokenizer=kind), vocab_size=700)
@@ -185,7 +185,7 @@ def test_another_language_keeps_its_accents():
 def test_our_unigram_is_as_short_as_the_library_s(docs):
     from tokenizers import Tokenizer, models, trainers
 
-    from cramnb.tokenizer import wrap
+    from cramnb.text.tokenizer import wrap
 
     ours = train_tokenizer(docs[:200], Data(tokenizer="Unigram"), vocab_size=600)
     library, like = Tokenizer(models.Unigram()), ours.backend_tokenizer

@@ -59,7 +59,7 @@ def ids(*shape):
 @pytest.fixture(scope="module")
 def tokenizer():
     from cramnb.options import Data
-    from cramnb.tokenizer import train_tokenizer
+    from cramnb.text.tokenizer import train_tokenizer
 
     words = [
         "the cat sat on the mat",

@@ -17,17 +17,18 @@ import torch
 from conftest import cramnb
 from folders import fake_run
 
-from cramnb import trackers as trackers_module
-from cramnb import report, watch
+from cramnb.run import watch as trackers_module
+from cramnb import report
+from cramnb.run import watch
 from cramnb.core import CramError
 from cramnb.cards import card_peak
 from cramnb.command import main
 from cramnb.curves import LiveChart, diagnose, plot_runs
 from cramnb.recipe import compose
 from cramnb.report import save_plot
-from cramnb.runs import read_log, smooth
-from cramnb.trackers import Trackers, check_trackers
-from cramnb.watch import CLOCKED, Bars, Energy, Log, Meter, memory_gb, seconds_left
+from cramnb.run.runs import read_log, smooth
+from cramnb.run.watch import Trackers, check_trackers
+from cramnb.run.watch import CLOCKED, Bars, Energy, Log, Meter, memory_gb, seconds_left
 
 SMALL = [
     "data.vocab_size=600",

@@ -17,7 +17,7 @@ from conftest import ROOT
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 PARTS = all(importlib.util.find_spec(name) for name in ("jupyterlab", "websocket", "ipykernel"))
-CELL = """from cramnb.show import interact, show_tokens
+CELL = """from cramnb.book.show import interact, show_tokens
 words = 'Every fourth word is hidden from the model .'.split()
 
 def masked(first):
@@ -130,7 +130,7 @@ def test_a_slider_redraws_its_picture_in_jupyterlab(lab):
 def shown(monkeypatch):
     "What a kernel was told to show; this one only remembers it."
     pytest.importorskip("ipywidgets")
-    from cramnb import show
+    from cramnb.book import show
 
     values = []
     handle = SimpleNamespace(update=values.append)
@@ -145,7 +145,7 @@ def shown(monkeypatch):
 
 
 def test_a_slider_redraws_when_it_is_let_go(shown):
-    from cramnb import show
+    from cramnb.book import show
 
     view = show.interact(lambda first: f"at {first}", dict(first=2), first=(0, 7))
     slider = view.controls["first"]
@@ -155,7 +155,7 @@ def test_a_slider_redraws_when_it_is_let_go(shown):
 
 
 def test_without_a_kernel_the_static_frame_stands_alone(capsys):
-    from cramnb.show import interact
+    from cramnb.book.show import interact
 
     view = interact(lambda first: f"at {first}", dict(first=2), first=(0, 7))
     assert "at 2" in capsys.readouterr().out and not view.controls

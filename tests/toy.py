@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from cramnb.masking import mask_tokens, microbatch_generator
+from cramnb.text.masking import mask_tokens, microbatch_generator
 from cramnb.mlm import build_model
 from cramnb.recipe import preset
-from cramnb.train import Trainer
+from cramnb.train.loop import Trainer
 
 ARCH = replace(
     preset("arch", "tiny"),
