@@ -352,7 +352,7 @@ from IPython.display import Markdown, display
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..core import CramError, nearest, printable, read_json
+from ..core import CramError, nearest, read_json
 from ..corpus import SPECIMEN
 from ..text.masking import mask_tokens, microbatch_generator
 from ..mlm import build_model

@@ -267,8 +267,6 @@ class Bars:
         self.bar = self.stage = None
 
 # %% ../../nbs/library/run/watch.ipynb #c8971f36
-import json
-import math
 import secrets
 from collections.abc import Callable
 from contextlib import contextmanager
