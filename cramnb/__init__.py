@@ -2,7 +2,6 @@
 
 - `cramnb.attention`: Attention by hand on four tokens, then by the fastest kernel at hand
 - `cramnb.auto`: Memory, the size of a pass and the way to compute: settled before the clock starts, said, and kept
-- `cramnb.bench`: How to measure speed on a machine that is never quiet: the same work, two ways, in turns
 - `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share
 - `cramnb.build`: Read, cut repeats, filter: shard by shard, in stages that a kill cannot undo
 - `cramnb.cards`: One table of graphics cards: how fast, how much memory, and where that stands
@@ -38,7 +37,6 @@
 - `cramnb.ready`: Published rows and their tokenizer, fetched in parts; and rows of random tokens
 - `cramnb.recipe`: One graphics card, one day, and every choice of the run in one typed object
 - `cramnb.report`: Recipe, data, pretraining and scores on one page
-- `cramnb.rivals`: What a user would write instead, kept for comparison
 - `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory
 - `cramnb.rules`: Mistakes that only two parts of a recipe together can show, told before anything starts
 - `cramnb.run.page`: Loss, speed, memory and time left in a browser, without an account
@@ -47,13 +45,11 @@
 - `cramnb.run.watch`: One line per update: loss, speed, share of the card, energy; and those who are told about it
 - `cramnb.scaling`: What fits on a card, how many tokens a day is, and what a law learnt from small runs can promise
 - `cramnb.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
-- `cramnb.steps`: The same weights in two models, equal loss and gradients first, and only then a clock
 - `cramnb.store`: A corpus is built once, and named by its content
 - `cramnb.tables`: Rows from CSV, JSON, Parquet or Arrow, made into a task
 - `cramnb.text.masking`: Hide a quarter of the text, and ask for it back
 - `cramnb.text.packing`: Pack the tokens once, and read them for ever
 - `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
-- `cramnb.throughput`: The real model, loader and optimizer on the device at hand, and where the time goes
 - `cramnb.train.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
 - `cramnb.train.loop`: A loop that knows how much of its day is gone, and ends on time with nothing broken
 - `cramnb.train.optim`: AdamW by hand, Muon for matrices, and who gets weight decay

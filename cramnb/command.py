@@ -43,7 +43,6 @@ VERBS = dict(
     probe="Fill the blanks of a text: probe [name=RUN] text='the [MASK] of the array'.",
     publish='Write a run, or a corpus, as a folder for the hub: publish [name=RUN] [push=NAME].',
     convert="Turn a checkpoint of the original into a Hugging Face folder: convert SOURCE TARGET.",
-    bench='Our way beside the usual one: bench [CASE …] [rounds=5].',
 )
 
 # %% ../nbs/engine/command.ipynb #90402e57
@@ -89,13 +88,6 @@ _OWN = dict(
         'push=NAME': 'of a repository on the hub, to upload it as well',
     },
     convert={'SOURCE': 'folder of the original, or a name on the hub', 'TARGET': 'new folder'},
-    bench={
-        'CASE …': 'masking | loader | data | finetune | step | original | gpu',
-        'rounds=5': 'that count, after one that does not',
-        'bench.original=FOLDER': "a copy of the original's code",
-        'bench.compiled=both': 'none | ours | both; bench.lend=True as in chapter 19',
-        'key=value': 'options of the recipe, as for `cramnb cram`',
-    },
 )  # the words of the other verbs
 
 # %% ../nbs/engine/command.ipynb #16cbf8a7

@@ -2,7 +2,7 @@
 
 The day as functions: `cram_verb`, `pretrain_verb`, `eval_verb` and `data_verb` do the work of a
 recipe. `plan_verb` looks ahead; `plot_verb` and `probe_verb` look at what is there; `publish_verb`,
-`convert_verb` and `bench_verb` write for others, or measure. The command line of `command` calls
+`convert_verb` writes for others. The command line of `command` calls
 them.
 
 Docs: https://cramnb.github.io/cramnb/cram.html.md"""
@@ -11,7 +11,7 @@ Docs: https://cramnb.github.io/cramnb/cram.html.md"""
 
 # %% auto #0
 __all__ = ['check_tasks', 'plan_of', 'say_plan', 'cram_verb', 'data_verb', 'pretrain_verb', 'say_exams', 'eval_verb', 'plot_verb',
-           'probe_verb', 'plan_verb', 'publish_verb', 'convert_verb', 'bench_verb']
+           'probe_verb', 'plan_verb', 'publish_verb', 'convert_verb']
 
 # %% ../nbs/22_cram.ipynb #626eb6c2
 from collections.abc import Callable
@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from .bench import bench
 from .cards import find_card
 from .command import read_command, split_words
 from .core import CramError, load_pretrained, say
@@ -260,8 +259,3 @@ def convert_verb(words: list[str], say: Callable = say):
         raise CramError(f"usage: cramnb convert SOURCE TARGET, for example: {example}.")
     folder = convert(*words, say=say)
     say(f"Written: {folder}. Load it with `import cramnb` and transformers' Auto classes.")
-
-# %% ../nbs/22_cram.ipynb #ffc49f27
-def bench_verb(words: list[str], say: Callable = say):
-    "Measure our way beside the usual one, in turns: bench [CASE …] [rounds=5]."
-    bench(words, say=say)

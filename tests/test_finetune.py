@@ -15,7 +15,14 @@ from transformers import BertConfig
 
 from cramnb.core import CramError
 from cramnb.exams import load_folder
-from cramnb.judge.finetune import encode, inputs, load_classifier, predict, run_trial, similar_lengths
+from cramnb.judge.finetune import (
+    encode,
+    inputs,
+    load_classifier,
+    predict,
+    run_trial,
+    similar_lengths,
+)
 from cramnb.glue import TASKS
 
 

@@ -26,7 +26,7 @@ import torch
 
 from ..core import CramError, fingerprint, read_json, write_json, write_text
 from .finetune import Trial, leak, run_trial
-from ..glue import PUBLISHED, PUBLISHED_TASKS, TASKS
+from ..glue import TASKS
 from ..options import Eval
 
 # %% ../../nbs/library/judge/score.ipynb #24e4d71a

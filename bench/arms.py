@@ -1,4 +1,4 @@
-"""Recipes side by side on one processor: `python tests/arms.py jobs.jsonl results.jsonl`.
+"""Recipes side by side on one processor: `python bench/arms.py jobs.jsonl results.jsonl`.
 
 A job is a line such as {"arm": "modern", "seed": 0, "minutes": 3, "words": ["arch=tiny", …]}.
 The budget counts processor time of one thread, inside updates only, so that other jobs on the

@@ -1,5 +1,5 @@
 """The committed losses of the scaling runs:
-`python tests/log_scaling.py runs/s* > nbs/data/scaling_runs.json`. LAB.md has their commands."""
+`python bench/log_scaling.py runs/s* > nbs/data/scaling_runs.json`. LAB.md has their commands."""
 
 import json
 import sys

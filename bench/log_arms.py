@@ -1,6 +1,6 @@
-"""The committed data of chapter 20, from what `tests/arms.py` wrote:
-`python tests/log_arms.py arms results.jsonl COMMIT > nbs/data/arms.json` and
-`python tests/log_arms.py ablations results.jsonl COMMIT > nbs/data/ablations.json`.
+"""The committed data of chapter 20, from what `bench/arms.py` wrote:
+`python bench/log_arms.py arms results.jsonl COMMIT > nbs/data/arms.json` and
+`python bench/log_arms.py ablations results.jsonl COMMIT > nbs/data/ablations.json`.
 LAB.md has the jobs."""
 
 import json

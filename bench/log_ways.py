@@ -1,5 +1,5 @@
 """What the choice of number format, attention and memory is worth, whole updates in turns:
-`python tests/log_ways.py COMMIT WORDS > nbs/data/ways.json`, where WORDS name a text.
+`python bench/log_ways.py COMMIT WORDS > nbs/data/ways.json`, where WORDS name a text.
 
 A process of its own for each turn, because memory that is kept stays kept. Plain is float32 with
 sdpa, and chosen is what a processor with 16-bit products chooses; both have one thread and its

@@ -1,5 +1,5 @@
 """The committed log of a real run:
-`python tests/log_run.py runs/cram "two CPU cores" > nbs/data/cram_cpu.json`.
+`python bench/log_run.py runs/cram "two CPU cores" > nbs/data/cram_cpu.json`.
 
 Chapters read it where a run of three minutes would be too long. It holds the figures of the run,
 its scores, and guesses for the same hidden words before and after.

@@ -1,6 +1,6 @@
-"""The scores of chapter 20: `python tests/log_scores.py MODELS TEXTS GLUE WORK COMMIT`.
+"""The scores of chapter 20: `python bench/log_scores.py MODELS TEXTS GLUE WORK COMMIT`.
 
-MODELS has a folder NAME_SEED for each model, as `tests/arms.py` saves them (the names are below),
+MODELS has a folder NAME_SEED for each model, as `bench/arms.py` saves them (the names are below),
 TEXTS the same for each way to prepare the text, GLUE the six tasks. Each arm chooses pooling and
 rate on training rows of MNLI that are held back, then all tasks are scored once for each seed.
 What is found in WORK is not computed again. Prints the JSON.

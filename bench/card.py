@@ -6,8 +6,9 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-from conftest import ROOT
+from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
 
 
