@@ -1,12 +1,12 @@
 # cram: raw text to score report.  test: what CI runs.  ready: before a commit.  docs: the site.
-# notebooks: Jupyter.  figures: size and density of library and chapters.
+# notebooks: Jupyter.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: cram test ready docs notebooks readme figures
+.PHONY: cram test ready docs notebooks readme
 
 cram: .venv/.installed
 	$(BIN)/cramnb cram $(ARGS)
@@ -32,9 +32,6 @@ notebooks: .venv/.installed
 
 readme: .venv/.installed
 	$(BIN)/python tests/readme.py
-
-figures: .venv/.installed
-	$(BIN)/python tests/figures.py
 
 # torch first: the library asks for a range, and a range alone may bring a larger build than wanted
 .venv/.installed: settings.ini setup.py pyproject.toml

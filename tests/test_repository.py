@@ -6,11 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from configparser import ConfigParser
 from pathlib import Path
 
-import figures
 import pytest
 import twins
 import yaml
@@ -26,16 +24,9 @@ PARTS = {
 PAGES = {x["href"]: x["text"] for part in PARTS.values() for x in part}
 NOTEBOOKS = [ROOT / "nbs/index.ipynb", *(ROOT / "nbs" / href for href in PAGES)]
 CHAPTERS = [p for p in NOTEBOOKS[1:] if p.parent.name == "nbs"]
-PROJECTS = [p for p in NOTEBOOKS if p.parent.name == "projects"]
-ENGINE = [p for p in NOTEBOOKS if p.parent.name == "engine"]
-FLOOR = ("core", "fields", "options", "presets")
-COURSE = [
-    x["href"][3:-6]
-    for part in ("Data", "Model", "Training", "Judging")
-    for x in PARTS[part]
-    if "/" not in x["href"]
-]
-ABOVE = [x["href"][3:-6] for part in ("Understanding", "The day") for x in PARTS[part]]
+LIBRARY = [p for p in NOTEBOOKS if "library" in p.parts]
+FLOORS = ("", "text", "model", "train", "judge", "run", "book")  # imports go to the left only
+DOORS = ("cli", "cram")  # beside the floor, and above all folders
 
 
 def cells(path: Path, kind: str = "") -> list[dict]:
@@ -49,15 +40,6 @@ def source(cell: dict) -> str:
 
 def title(path: Path) -> str:
     return source(cells(path, "markdown")[0]).splitlines()[0].removeprefix("# ")
-
-
-def module_of(path: Path) -> str | None:
-    found = [re.search(r"#\|\s*default_exp (\w+)", source(c)) for c in cells(path, "code")]
-    return next((m[1] for m in found if m), None)
-
-
-def modules() -> list[str]:
-    return sorted(p.stem for p in (ROOT / "cramnb").glob("[a-z]*.py"))
 
 
 def copy(to: Path) -> Path:
@@ -131,48 +113,58 @@ def test_facts_have_a_source_and_a_status():
     assert FACTS["checkpoint_bytes"]["value"] == 12 * FACTS["parameters_crammed"]["value"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_speeds_and_peaks_come_from_the_table_of_facts(path):
-    text = "\n".join(map(source, cells(path)))
-    numbers = "tokens_per_second tokens_per_second_inductor peak_a4000 peak_a4000_estimate"
-    for key in numbers.split():
-        value = FACTS[key]["value"]
-        plain = "|".join(re.escape(form) for form in (f"{value:,}", str(value), f"{value:_}"))
-        written = re.search(rf"(?<![\d.,])({plain})(?![\d])", text)
-        assert not written or "fact(" in text, f"{key} is written out"
-
-
 # --- storeys
+
+
+def modules() -> list[str]:
+    "'core', 'text.packing', …: every module of the package but the generated index."
+    top = ROOT / "cramnb"
+    paths = [p.relative_to(top).with_suffix("") for p in top.rglob("[a-z]*.py")]
+    return sorted(".".join(p.parts) for p in paths)
 
 
 def imports(module: str) -> set[str]:
     "Modules of ours that a module names, wherever it does."
-    tree = ast.parse((ROOT / f"cramnb/{module}.py").read_text(encoding="utf-8"))
-    named = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
-    assert not [n for n in named if any(a.name == "*" for a in n.names)], f"{module}: star import"
-    out = {n.module.split(".")[0] for n in named if n.module}
-    return out | {a.name for n in named if not n.module for a in n.names if a.name in modules()}
+    path = ROOT / "cramnb" / (module.replace(".", "/") + ".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    here = ["cramnb", *module.split(".")]
+    named = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            start = here[: len(here) - node.level] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            names = [base, *(f"{base}.{a.name}" for a in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        else:
+            continue
+        named |= {n.removeprefix("cramnb.") for n in names if n.startswith("cramnb.")}
+    return named & set(modules())
 
 
 @pytest.mark.parametrize("module", modules())
-def test_storeys(module):
-    "Floor, course, engine room, and what looks at the whole."
-    named = imports(module)
-    if module in FLOOR:
-        assert named <= set(FLOOR), f"the floor imports {named - set(FLOOR)}"
-    elif module in COURSE:
-        wrong = named - set(FLOOR) - set(COURSE[: COURSE.index(module)])
-        assert not wrong, f"chapter {module} imports {', '.join(sorted(wrong))}: not below it"
-    elif module not in ABOVE:
-        assert not named & set(ABOVE), f"the engine room imports {', '.join(named & set(ABOVE))}"
+def test_imports_run_one_way_folder_by_folder(module):
+    if module in DOORS:
+        return
+    if module == "mini":
+        assert not imports(module), "the book's program imports nothing of ours"
+    mine = FLOORS.index(module.rpartition(".")[0])
+    wrong = {m for m in imports(module) if FLOORS.index(m.rpartition(".")[0]) > mine}
+    assert not wrong | imports(module) & set(DOORS), f"{module} imports {wrong}: above it"
 
 
 def test_imports_have_no_circle():
-    left = {m: imports(m) & set(modules()) - {m} for m in modules()}
+    left = {m: imports(m) - {m} for m in modules()}
     while free := [m for m, named in left.items() if not named & set(left)]:
         for m in free:
             del left[m]
     assert not left, f"a circle among {', '.join(sorted(left))}"
+
+
+def test_no_import_hides_in_a_string():
+    for path in (ROOT / "cramnb").rglob("[a-z]*.py"):
+        found = re.findall(r"\b(?:import_module|__import__)\(", path.read_text(encoding="utf-8"))
+        assert not found, f"{path.name} imports by a string"
 
 
 # --- notebooks and modules
@@ -180,45 +172,26 @@ def test_imports_have_no_circle():
 
 def test_notebooks_and_modules_are_in_step_and_clean(tmp_path):
     fresh = copy(tmp_path / "fresh")
-    for module in (fresh / "cramnb").glob("*.py"):
+    for module in (fresh / "cramnb").rglob("*.py"):
         if "AUTOGENERATED" in module.read_text(encoding="utf-8"):
             module.unlink()
     for tool in ("nbdev-export", "nbdev-clean"):
         words = [Path(sys.executable).parent / tool]
         subprocess.run(words, cwd=fresh, check=True, capture_output=True)
-    for now in [*(ROOT / "cramnb").glob("*.py"), *NOTEBOOKS]:
+    for now in [*(ROOT / "cramnb").rglob("*.py"), *NOTEBOOKS]:
         made = (fresh / now.relative_to(ROOT)).read_text(encoding="utf-8")
         assert made == now.read_text(encoding="utf-8"), f"{now.name} is out of step: make ready"
 
 
-def test_each_notebook_has_its_own_module_named_after_it():
-    named = {p: module_of(p) for p in NOTEBOOKS}
-    without = {p for p, m in named.items() if m is None}
-    claims = next(p for p in CHAPTERS if p.stem == "20_claims")
-    expected = {NOTEBOOKS[0], CHAPTERS[0], claims, *PROJECTS}
-    assert without == expected, "only the index, start, claims and projects"
-    for path, module in named.items():
-        if module:
-            assert re.sub(r"^\d\d_", "", path.stem) == module
-    assert len({m for m in named.values() if m}) == len(NOTEBOOKS) - len(without)
-    assert {m for m in named.values() if m} == set(modules())
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_exported_cells_hold_one_definition(path):
-    for cell in cells(path, "code"):
-        if not re.search(r"#\|\s*exports?\b", source(cell)):
-            continue
-        kinds = (ast.FunctionDef, ast.ClassDef)
-        names = [n.name for n in ast.parse(source(cell)).body if isinstance(n, kinds)]
-        assert len(names) <= 1, f"one cell exports {', '.join(names)}"
-
-
-def test_nothing_is_defined_twice():
-    for module in modules():
-        body = ast.parse((ROOT / f"cramnb/{module}.py").read_text(encoding="utf-8")).body
-        names = [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-        assert len(set(names)) == len(names), f"{module} defines something twice"
+def test_a_library_notebook_is_a_module_and_a_chapter_is_none():
+    made = []
+    for path in NOTEBOOKS:
+        found = re.findall(r"#\|\s*default_exp ([\w.]+)", "\n".join(map(source, cells(path))))
+        name = ".".join(path.relative_to(ROOT / "nbs/library").with_suffix("").parts)
+        assert found == [name] if path in LIBRARY else not found, path
+        made += found
+    by_hand = {"mini", "__main__"}  # mini is written by the chapters
+    assert set(made) | by_hand == set(modules()) | by_hand
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -242,15 +215,6 @@ def test_a_notebook_opens_with_a_title_and_one_line(path):
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
-def test_a_chapter_has_pictures_and_says_where_we_are(path):
-    kinds = {"image/png", "image/svg+xml"}
-    outputs = [o for c in cells(path, "code") for o in c["outputs"]]
-    pictures = sum(bool(kinds & set(o.get("data", {}))) for o in outputs)
-    assert pictures >= 2, f"{pictures} pictures"
-    assert any("pipeline(" in source(c) for c in cells(path, "code")), "no strip"
-
-
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
 def test_colab_installs_before_the_first_import(path):
     "One guarded, hidden cell, before anything of ours is imported."
     code = [source(c) for c in cells(path, "code")]
@@ -262,58 +226,7 @@ def test_colab_installs_before_the_first_import(path):
     assert not ours or places[0] < ours[0], "imported before it is installed"
 
 
-def test_chapters_are_chapters():
-    "Share of exported code and number of cells: a guide, so it warns."
-    for path in CHAPTERS:
-        count, _, _, share, _, _ = figures.notebook(path)
-        if share > 40 and module_of(path) in COURSE:
-            warnings.warn(f"{path.name}: {share} % of its code is exported", stacklevel=1)
-        if count > 100:
-            warnings.warn(f"{path.name}: {count} cells", stacklevel=1)
-
-
 # --- the site
-
-
-def minutes(path: Path) -> float:
-    "To read a chapter, 180 words and 25 lines of code a minute, without glossary and exercises."
-    words, lines, counts = 0, 0, True
-    for cell in cells(path):
-        text = source(cell)
-        if cell["cell_type"] == "markdown":
-            if heading := re.match("#+ (.*)", text):
-                counts = heading[1] not in ("Glossary", "Exercises")
-            words += counts * len(text.split())
-        elif counts and not re.search(r"#\| *(echo: *false|hide)", text):
-            lines += sum(bool(x.strip()) and not x.startswith("#|") for x in text.splitlines())
-    return words / 180 + lines / 25
-
-
-def exercises(path: Path) -> list[int]:
-    "Minutes of the exercises of a chapter."
-    text = "\n".join(map(source, cells(path, "markdown")))
-    return list(map(int, re.findall(r"^\*\*Exercise \d+ · [●○]+ · (\d+) min", text, re.M)))
-
-
-def test_the_ways_through_the_book_know_how_long_its_chapters_are():
-    text = next(t for t in map(source, cells(CHAPTERS[0])) if "Three ways" in t)
-    known = [minutes(path) for path in CHAPTERS]
-    day = text[text.index("**A day.**") : text.index("**A weekend.**")]
-    parts = re.findall(r"\[(\d\d)\]\(\S+\)(?: to \[(\d\d)\]\(\S+\))?, (\d+) min", day)
-    chapters = [range(int(a), int(b or a) + 1) for a, b, _ in parts]
-    for part, (*_, told) in zip(chapters, parts):
-        assert int(told) == pytest.approx(sum(known[n] for n in part), rel=0.15)
-    told = lambda what: int(re.search(rf"{what}[^\n]*?, (\d+) min", text)[1])
-    assert told("this chapter") == pytest.approx(known[0], rel=0.15)
-    assert told("all chapters in order") == pytest.approx(sum(known), rel=0.1)
-    first = [exercises(path)[0] for path in CHAPTERS]
-    assert told("the first exercise of each") == sum(first)
-    assert told("of these eleven chapters") == sum(
-        first[n] for c in [range(1), *chapters] for n in c
-    )
-    every = [exercises(path) for path in CHAPTERS]
-    number, hours = re.search(r"all (\d+) exercises \((\d+) hours\)", text).groups()
-    assert (int(number), int(hours)) == (sum(map(len, every)), round(sum(map(sum, every)) / 60))
 
 
 def test_the_sidebar_is_the_order():
@@ -326,10 +239,9 @@ def test_the_sidebar_is_the_order():
     assert [p.name[:2] for p in CHAPTERS] == [f"{i:02}" for i in range(len(CHAPTERS))], "gaps"
     for path in CHAPTERS:
         assert PAGES[path.name] == f"{path.name[:2]} {title(path)}", "another title"
-    for path in PROJECTS:
-        assert PAGES[f"projects/{path.name}"] == title(path), "another title"
-    for path in ENGINE:
-        assert PAGES[f"engine/{path.name}"] == module_of(path)
+    for path in LIBRARY:
+        href = str(path.relative_to(ROOT / "nbs"))
+        assert PAGES[href] == ".".join(Path(href).with_suffix("").parts[1:])
     assert (ROOT / "nbs/_quarto.yml").resolve() == ROOT / "_quarto.yml"
     html = SITE["format"]
     assert "commonmark" not in html and html["html"]["html-math-method"] == "mathml"
@@ -390,7 +302,7 @@ def test_plain_pages_are_where_the_docstrings_say(tmp_path):
     "Each address in llms.txt and in a module's docstring gets a plain page, and no page is huge."
     made = {str(p.relative_to(tmp_path)) for p in twins.main(tmp_path)}
     text = (ROOT / "nbs/llms.txt").read_text(encoding="utf-8")
-    text += "".join(p.read_text(encoding="utf-8")[:2000] for p in (ROOT / "cramnb").glob("*.py"))
+    text += "".join(p.read_text(encoding="utf-8")[:2000] for p in (ROOT / "cramnb").rglob("*.py"))
     named = set(re.findall(r"https://cramnb\.github\.io/cramnb/([\w./]+\.md)", text))
     assert len(named) > 40 and named <= made, named - made
     assert sum(p.stat().st_size for p in tmp_path.rglob("*.md")) < 4_000_000
