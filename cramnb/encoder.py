@@ -14,7 +14,7 @@ Docs: https://cramnb.github.io/cramnb/encoder.html.md"""
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'CHOICES', 'sinusoid', 'Positions', 'make_norm', 'Neighbours', 'Embeddings', 'MLP', 'Layer',
            'initial_std', 'init_matrix', 'CrammedBertConfig', 'CrammedBertPreTrainedModel', 'visible_pairs', 'mask_for',
-           'CrammedBertModel']
+           'check_positions', 'CrammedBertModel']
 
 # %% ../nbs/06_encoder.ipynb #e48dd2d4
 import difflib
@@ -87,10 +87,10 @@ class Neighbours(nn.Module):
         self.weight = nn.Parameter(torch.zeros(2, hidden_size))  # of the left and of the right one
 
     def forward(self, x, pairs=None) -> Tensor:  # (B, T, D); pairs of `visible_pairs`
-        left, right = F.pad(x[:, :-1], (0, 0, 1, 0)), F.pad(x[:, 1:], (0, 0, 0, 1))
+        left, right = F.pad(x, (0, 0, 1, -1)), F.pad(x, (0, 0, -1, 1))  # moved by one token
         if pairs is not None:  # padding and other documents are no neighbours
-            above, below = (pairs[:, 0].diagonal(k, 1, 2)[..., None] for k in (1, -1))
-            left, right = left * F.pad(below, (0, 0, 1, 0)), right * F.pad(above, (0, 0, 0, 1))
+            below, above = (F.pad(pairs[:, 0], (k, -k)).diagonal(0, 1, 2) for k in (1, -1))
+            left, right = left * below[..., None], right * above[..., None]
         return x + self.weight[0] * left + self.weight[1] * right
 
 # %% ../nbs/06_encoder.ipynb #7f2aede9
@@ -263,11 +263,12 @@ def visible_pairs(
         attention_mask = torch.ones_like(document_ids)
     if attention_mask.ndim > 2 and attention_mask.is_floating_point():
         attention_mask = attention_mask == 0  # floats that are added to scores
-    T = attention_mask.shape[-1]
-    pairs = attention_mask.bool().view(len(attention_mask), 1, -1, T)
+    pairs = attention_mask.bool()
+    while pairs.ndim < 4:
+        pairs = pairs.unsqueeze(1)
     if document_ids is not None:
         pairs = pairs & (document_ids[:, None, :, None] == document_ids[:, None, None])
-    return pairs | torch.eye(T, dtype=torch.bool, device=pairs.device)
+    return pairs | torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
 
 # %% ../nbs/06_encoder.ipynb #23317e09
 def mask_for(
@@ -287,11 +288,23 @@ def mask_for(
         if document_ids is not None:
             wanted = "a mask of zeros and ones, not one to be added"
             raise CramError(f"With document_ids, give {wanted}.")
-        return attention_mask.view(-1, 1, *attention_mask.shape[-2:]).expand(len(x), -1, -1, -1)
-    pairs = visible_pairs(attention_mask, document_ids).expand(len(x), -1, -1, -1)
+        return attention_mask.view(-1, 1, *attention_mask.shape[-2:]).expand(x.shape[0], -1, -1, -1)
+    pairs = visible_pairs(attention_mask, document_ids).expand(x.shape[0], -1, -1, -1)
     if kernel == 'flex_attention':
         return torch.zeros_like(pairs, dtype=x.dtype).masked_fill(~pairs, torch.finfo(x.dtype).min)
     return pairs
+
+# %% ../nbs/06_encoder.ipynb #494faf63
+def check_positions(
+    position_ids: Tensor | None,  # (B, T) or (T,), as somebody gives them
+):
+    "Accept 0, 1, 2, …, as this model counts by itself. Raises ValueError for other positions."
+    if position_ids is None or torch.compiler.is_compiling():
+        return  # a graph cannot look at values
+    usual = torch.arange(position_ids.shape[-1], device=position_ids.device)
+    if not (position_ids == usual).all():
+        instead = 'for several documents in a row, give document_ids'
+        raise ValueError(f"position_ids other than 0, 1, 2, … are not read by this model: {instead}.")
 
 # %% ../nbs/06_encoder.ipynb #6895ccb7
 class CrammedBertModel(CrammedBertPreTrainedModel):
@@ -319,17 +332,15 @@ class CrammedBertModel(CrammedBertPreTrainedModel):
         input_ids: Tensor | None = None,  # (B, T)
         attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding; or see `mask_for`
         token_type_ids: Tensor | None = None,  # taken and ignored: many tools send them
-        position_ids: Tensor | None = None,  # refused: places are counted from the row's start
+        position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
         inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
         document_ids: Tensor | None = None,  # (B, T): tokens see those of their own number only
         **kwargs,
     ) -> BaseModelOutput:  # last_hidden_state (B, T, D); hidden_states: before each layer, and it
-        "Read a batch. Raises CramError for ids and vectors at once, and for positions."
+        "Read a batch. Raises CramError for ids and vectors at once."
         if (input_ids is None) == (inputs_embeds is None):
             raise CramError("Give either input_ids or inputs_embeds.")
-        if position_ids is not None:
-            instead = 'for several documents in a row, give document_ids'
-            raise CramError(f"position_ids is not read by this model: {instead}.")
+        check_positions(position_ids)
         c, pairs = self.config, None
         if c.neighbours and (attention_mask is not None or document_ids is not None):
             pairs = visible_pairs(attention_mask, document_ids)

@@ -13,7 +13,8 @@ Docs: https://cramnb.github.io/cramnb/mlm.html.md"""
 # %% auto #0
 __all__ = ['HeadTransform', 'linear_cross_entropy', 'CrammedBertForMaskedLM', 'build_model', 'count_parameters',
            'flops_per_token', 'pool', 'Classifier', 'task_loss', 'CrammedBertForSequenceClassification',
-           'CrammedBertForTokenClassification', 'register']
+           'CrammedBertForTokenClassification', 'CrammedBertForQuestionAnswering', 'CrammedBertForMultipleChoice',
+           'register']
 
 # %% ../nbs/07_mlm.ipynb #dfc7dd03
 import warnings
@@ -137,7 +138,7 @@ class CrammedBertForMaskedLM(CrammedBertPreTrainedModel):
         input_ids: Tensor | None = None,  # (B, T)
         attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
         token_type_ids: Tensor | None = None,  # taken and ignored
-        position_ids: Tensor | None = None,  # refused
+        position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
         inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
         labels: Tensor | None = None,  # (B, T), -100 where nothing is asked
         masked_positions: Tensor | None = None,  # (B, k): decode these columns only
@@ -282,7 +283,7 @@ class CrammedBertForSequenceClassification(CrammedBertPreTrainedModel):
         input_ids: Tensor | None = None,  # (B, T)
         attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
         token_type_ids: Tensor | None = None,  # taken and ignored
-        position_ids: Tensor | None = None,  # refused
+        position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
         inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
         labels: Tensor | None = None,  # as `task_loss` takes them
         document_ids: Tensor | None = None,  # (B, T): tokens see those of their own number only
@@ -314,7 +315,7 @@ class CrammedBertForTokenClassification(CrammedBertPreTrainedModel):
         input_ids: Tensor | None = None,  # (B, T)
         attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
         token_type_ids: Tensor | None = None,  # taken and ignored
-        position_ids: Tensor | None = None,  # refused
+        position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
         inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
         labels: Tensor | None = None,  # (B, T), -100 where nothing is asked
         document_ids: Tensor | None = None,  # (B, T): tokens see those of their own number only
@@ -328,6 +329,68 @@ class CrammedBertForTokenClassification(CrammedBertPreTrainedModel):
         seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
         return outputs.TokenClassifierOutput(loss=loss, logits=logits, **seen)
 
+# %% ../nbs/07_mlm.ipynb #76b954eb
+class CrammedBertForQuestionAnswering(CrammedBertPreTrainedModel):
+    "The encoder with two scores for each token: here the answer begins, and here it ends."
+
+    def __init__(self, config: CrammedBertConfig):
+        super().__init__(config)
+        self.model, self.qa_outputs = CrammedBertModel(config), nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # (B, T)
+        attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
+        token_type_ids: Tensor | None = None,  # taken and ignored
+        position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
+        inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
+        start_positions: Tensor | None = None,  # (B,): first token of the answer
+        end_positions: Tensor | None = None,  # (B,): last token of the answer
+        **kwargs,
+    ) -> outputs.QuestionAnsweringModelOutput:  # start_logits and end_logits, (B, T) each
+        given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
+        out = self.model(input_ids, attention_mask, **given, **kwargs)
+        (start, end), loss = self.qa_outputs(out.last_hidden_state).unbind(-1), None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start, end, start_positions, end_positions)
+        seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
+        logits = dict(start_logits=start, end_logits=end)
+        return outputs.QuestionAnsweringModelOutput(loss=loss, **logits, **seen)
+
+# %% ../nbs/07_mlm.ipynb #4c9962ca
+class CrammedBertForMultipleChoice(CrammedBertPreTrainedModel):
+    "The encoder with one score for each of several texts, of which one is right."
+
+    def __init__(self, config: CrammedBertConfig):
+        super().__init__(config)
+        self.model, self.classifier = CrammedBertModel(config), Classifier(config)
+        self.classifier.out = nn.Linear(config.classifier_hidden_size, 1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # (B, n, T): n texts to choose from
+        attention_mask: Tensor | None = None,  # (B, n, T), 0 where there is padding
+        token_type_ids: Tensor | None = None,  # taken and ignored
+        position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
+        inputs_embeds: Tensor | None = None,  # (B, n, T, D), instead of input_ids
+        labels: Tensor | None = None,  # (B,): number of the right text
+        **kwargs,
+    ) -> outputs.MultipleChoiceModelOutput:  # logits (B, n)
+        given = dict(input_ids=input_ids, attention_mask=attention_mask)
+        given |= dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
+        given = {name: x.flatten(0, 1) for name, x in given.items() if x is not None}
+        out = self.model(**given, **kwargs)
+        mask, how = given.get('attention_mask'), self.config.classifier_pooling
+        n = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        logits = self.classifier(pool(out.last_hidden_state, mask, how)).view(-1, n)
+        loss = None if labels is None else F.cross_entropy(logits.float(), labels)
+        seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
+        return outputs.MultipleChoiceModelOutput(loss=loss, logits=logits, **seen)
+
 # %% ../nbs/07_mlm.ipynb #d59e8a85
 def register():
     "Make the Auto classes of transformers know our models; twice is fine."
@@ -337,6 +400,8 @@ def register():
         (transformers.AutoModelForMaskedLM, CrammedBertForMaskedLM),
         (transformers.AutoModelForSequenceClassification, CrammedBertForSequenceClassification),
         (transformers.AutoModelForTokenClassification, CrammedBertForTokenClassification),
+        (transformers.AutoModelForQuestionAnswering, CrammedBertForQuestionAnswering),
+        (transformers.AutoModelForMultipleChoice, CrammedBertForMultipleChoice),
     ):
         auto.register(CrammedBertConfig, ours, exist_ok=True)
 
