@@ -61,52 +61,48 @@
 - `cramnb.ways`: Number format, attention and compiler, chosen by timing real passes before a run starts
 - `cramnb.zoo`: The relatives of crammed-BERT side by side, each as a few changed lines of one recipe"""
 
-import importlib.util
+import importlib
 import sys
+from importlib.machinery import PathFinder
 
-_AUTO = "transformers.models.auto.configuration_auto"  # every Auto class asks this module first
+_DOOR = {  # what users import from here -> the module that it comes from, loaded when asked for
+    "Trainer": "cramnb.train.loop",
+    "build_model": "cramnb.mlm",
+}
+_AUTO = "transformers.models.auto.modeling_auto"
+_OURS = "cramnb.mlm"  # registers our classes with transformers when it is loaded
 
 
 def __getattr__(name):
-    "`cramnb.__version__`, read when somebody asks: reading package facts takes a while."
+    "The front door: torch is loaded when somebody asks for what needs it."
     if name == "__version__":
         from importlib.metadata import version
 
         return version("cramnb")
+    if name in _DOOR:
+        return getattr(importlib.import_module(_DOOR[name]), name)
     raise AttributeError(f"module 'cramnb' has no attribute {name!r}")
 
 
-def _teach(auto):
-    "Let transformers' table of model types know ours; its classes load at the first question."
-    table = type(auto.CONFIG_MAPPING)
-
-    def ask(question):
-        def asked(self, model_type):
-            if model_type == "crammed_bert":
-                importlib.import_module("cramnb.mlm").register()
-            return question(self, model_type)
-
-        return asked
-
-    ways = dict(__contains__=ask(table.__contains__), __getitem__=ask(table.__getitem__))
-    auto.CONFIG_MAPPING.__class__ = type(table.__name__, (table,), ways)
+def __dir__():
+    return [*globals(), *_DOOR, "__version__"]
 
 
-class _WhenLoaded:
-    "One of those whom Python asks for a module; steps in once, for transformers' Auto classes."
+class _Register:
+    """Import hook: as soon as transformers' Auto models are loaded, ours register with them.
+    transformers has no entry points, and registering at once would load torch."""
 
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
+    @staticmethod
+    def find_spec(name, path=None, target=None):
         if name != _AUTO:
             return None
-        sys.meta_path.remove(cls)
-        spec = importlib.util.find_spec(name)
+        spec = PathFinder.find_spec(name, path)
         load = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (load(module), _teach(module))
+        spec.loader.exec_module = lambda module: (load(module), importlib.import_module(_OURS))
         return spec
 
 
 if _AUTO in sys.modules:
-    _teach(sys.modules[_AUTO])
+    importlib.import_module(_OURS)
 else:
-    sys.meta_path.insert(0, _WhenLoaded)
+    sys.meta_path.insert(0, _Register)
