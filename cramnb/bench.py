@@ -32,7 +32,7 @@ from .exams import load_tasks
 from .judge.finetune import run_trial
 from .glue import local_suite
 from .text.masking import mask_tokens
-from .mlm import build_model
+from .model.mlm import build_model
 from .options import Arch, Data
 from .text.packing import PackedCorpus, Rows, write_rows
 from .recipe import Recipe, compose

@@ -43,7 +43,7 @@ from transformers import (
 from .core import CramError
 from .corpus import normalizer
 from .glue import score
-from .mlm import build_model
+from .model.mlm import build_model
 from .options import Arch, Data
 from .text.packing import PackedCorpus
 from .publish import bert_names

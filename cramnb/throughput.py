@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models
 
 from .device import pick_device
 from .text.masking import MaskedBatch
-from .mlm import flops_per_token
+from .model.mlm import flops_per_token
 from .text.packing import PackedCorpus, Rows, write_rows
 from .recipe import Recipe
 from .run.run import make_trainer
