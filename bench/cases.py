@@ -24,7 +24,7 @@ from cramnb.exams import load_tasks
 from cramnb.judge.finetune import run_trial
 from cramnb.glue import local_suite
 from cramnb.text.masking import mask_tokens
-from cramnb.mlm import build_model
+from cramnb.model.mlm import build_model
 from cramnb.options import Arch, Data
 from cramnb.text.packing import PackedCorpus, Rows, write_rows
 from cramnb.recipe import Recipe, compose

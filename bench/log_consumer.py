@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 
 from cramnb.consumer import Chunks, StopAfter, cut_chunks, home_arguments, home_trainer
 from cramnb.core import quiet
-from cramnb.mlm import count_parameters
+from cramnb.model.mlm import count_parameters
 from cramnb.options import Data
 from cramnb.recipe import compose
 from cramnb.run.run import make_trainer

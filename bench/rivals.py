@@ -36,7 +36,7 @@ from transformers import (
 from cramnb.core import CramError
 from cramnb.corpus import normalizer
 from cramnb.glue import score
-from cramnb.mlm import build_model
+from cramnb.model.mlm import build_model
 from cramnb.options import Arch, Data
 from cramnb.text.packing import PackedCorpus
 from cramnb.publish import bert_names

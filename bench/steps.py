@@ -24,10 +24,10 @@ from torch import nn
 from cramnb.core import CramError
 from cramnb.device import keep_memory, pick_device
 from cramnb.text.masking import MaskedBatch
-from cramnb.mlm import build_model, flops_per_token
+from cramnb.model.mlm import build_model, flops_per_token
 from cramnb.train.optim import build_optimizer
 from cramnb.options import Arch, Train
-from cramnb.original import from_original
+from cramnb.model.original import from_original
 from cramnb.pace import random_batch
 from cramnb.recipe import Recipe, compose
 from .throughput import matmul_rate, wait

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models
 
 from cramnb.device import pick_device
 from cramnb.text.masking import MaskedBatch
-from cramnb.mlm import flops_per_token
+from cramnb.model.mlm import flops_per_token
 from cramnb.text.packing import PackedCorpus, Rows, write_rows
 from cramnb.recipe import Recipe
 from cramnb.run.run import make_trainer

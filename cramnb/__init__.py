@@ -1,6 +1,5 @@
 """Modules:
 
-- `cramnb.attention`: Attention by hand on four tokens, then by the fastest kernel at hand
 - `cramnb.auto`: Memory, the size of a pass and the way to compute: settled before the clock starts, said, and kept
 - `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share
 - `cramnb.build`: Read, cut repeats, filter: shard by shard, in stages that a kill cannot undo
@@ -15,7 +14,6 @@
 - `cramnb.curves`: Compare runs, and tell a sick one from a healthy one
 - `cramnb.device`: Device, precision, compiler and microbatch, chosen by measuring, and a second try where a card fails
 - `cramnb.distributed`: The same run on two cards, with the same numbers, and nobody left hanging
-- `cramnb.encoder`: Positions, norms, gates and a stream that every layer adds to: the encoder of crammed-BERT
 - `cramnb.evaluate`: Same weights, same questions, same protocol: the same trials, found again
 - `cramnb.exams`: GLUE's own files and the hub's, and rows that are checked before anybody trains on them
 - `cramnb.fields`: An option knows its meaning and its bounds, and a word of the command line is read by its type
@@ -27,10 +25,13 @@
 - `cramnb.judge.score`: Several seeds, the median, the spread, and why published averages differ
 - `cramnb.launch`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?
 - `cramnb.memory`: What a pass keeps, counted with tensors that have a shape and no content
-- `cramnb.mlm`: A decoder that looks only where it is asked, and the model classes
+- `cramnb.model.attention`: Queries meet keys, by hand or by the fastest kernel at hand
+- `cramnb.model.encoder`: Configuration, embeddings, layers and masks of crammed-BERT, as a model of transformers
+- `cramnb.model.mlm`: A decoder that looks only where it is asked, classifiers, and their entry in transformers
+- `cramnb.model.original`: The published crammed-BERT weights, of both generations, as the function that they were
+- `cramnb.model.zoo`: Each relative of crammed-BERT as a few changed fields, and what it weighs
 - `cramnb.names`: Command lines of cramming, understood option for option
 - `cramnb.options`: Collected from the chapters they belong to, in a module that loads without torch
-- `cramnb.original`: The published crammed-BERT weights, of both generations, as the function that they were
 - `cramnb.pace`: Tokens per second, measured in a second or two before a run begins
 - `cramnb.presets`: Named recipes, collected from the chapters they belong to
 - `cramnb.publish`: A folder for the hub, with a card that says how each number was measured
@@ -54,55 +55,50 @@
 - `cramnb.train.loop`: A loop that knows how much of its day is gone, and ends on time with nothing broken
 - `cramnb.train.optim`: AdamW by hand, Muon for matrices, and who gets weight decay
 - `cramnb.train.schedule`: Learning rate and batch size as functions of the share of the day that is spent
-- `cramnb.ways`: Number format, attention and compiler, chosen by timing real passes before a run starts
-- `cramnb.zoo`: The relatives of crammed-BERT side by side, each as a few changed lines of one recipe"""
+- `cramnb.ways`: Number format, attention and compiler, chosen by timing real passes before a run starts"""
 
-import importlib.util
+import importlib
 import sys
+from importlib.machinery import PathFinder
 
-_AUTO = "transformers.models.auto.configuration_auto"  # every Auto class asks this module first
+_DOOR = {  # what users import from here -> the module that it comes from, loaded when asked for
+    "Trainer": "cramnb.train.loop",
+    "build_model": "cramnb.model.mlm",
+}
+_AUTO = "transformers.models.auto.modeling_auto"
+_OURS = "cramnb.model.mlm"  # registers our classes with transformers when it is loaded
 
 
 def __getattr__(name):
-    "`cramnb.__version__`, read when somebody asks: reading package facts takes a while."
+    "The front door: torch is loaded when somebody asks for what needs it."
     if name == "__version__":
         from importlib.metadata import version
 
         return version("cramnb")
+    if name in _DOOR:
+        return getattr(importlib.import_module(_DOOR[name]), name)
     raise AttributeError(f"module 'cramnb' has no attribute {name!r}")
 
 
-def _teach(auto):
-    "Let transformers' table of model types know ours; its classes load at the first question."
-    table = type(auto.CONFIG_MAPPING)
-
-    def ask(question):
-        def asked(self, model_type):
-            if model_type == "crammed_bert":
-                importlib.import_module("cramnb.mlm").register()
-            return question(self, model_type)
-
-        return asked
-
-    ways = dict(__contains__=ask(table.__contains__), __getitem__=ask(table.__getitem__))
-    auto.CONFIG_MAPPING.__class__ = type(table.__name__, (table,), ways)
+def __dir__():
+    return [*globals(), *_DOOR, "__version__"]
 
 
-class _WhenLoaded:
-    "One of those whom Python asks for a module; steps in once, for transformers' Auto classes."
+class _Register:
+    """Import hook: as soon as transformers' Auto models are loaded, ours register with them.
+    transformers has no entry points, and registering at once would load torch."""
 
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
+    @staticmethod
+    def find_spec(name, path=None, target=None):
         if name != _AUTO:
             return None
-        sys.meta_path.remove(cls)
-        spec = importlib.util.find_spec(name)
+        spec = PathFinder.find_spec(name, path)
         load = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (load(module), _teach(module))
+        spec.loader.exec_module = lambda module: (load(module), importlib.import_module(_OURS))
         return spec
 
 
 if _AUTO in sys.modules:
-    _teach(sys.modules[_AUTO])
+    importlib.import_module(_OURS)
 else:
-    sys.meta_path.insert(0, _WhenLoaded)
+    sys.meta_path.insert(0, _Register)

@@ -30,7 +30,7 @@ from .device import pick_device
 from .exams import load_tasks, task_folder
 from .glue import LOCAL, task_names
 from .hub import convert
-from .mlm import flops_per_token
+from .model.mlm import flops_per_token
 from .judge.probe import fill_blank
 from .publish import publish, publish_corpus
 from .recipe import Recipe, compose

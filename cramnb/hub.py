@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from .core import CramError, load_pretrained, printable, quiet, read_json, whole
-from .original import from_original, plain, refuse
+from .model.original import from_original, plain, refuse
 
 # %% ../nbs/engine/hub.ipynb #d0h00001
 def first_line(

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .core import CramError
 from .text.masking import mask_tokens
-from .mlm import build_model
+from .model.mlm import build_model
 from .options import Arch, Train
 from .recipe import Recipe
 from .train.loop import mlm_loss

@@ -19,7 +19,7 @@ from torch import nn
 
 from .auto import wants_measuring
 from .text.masking import MaskedBatch, mask_tokens
-from .mlm import build_model, flops_per_token
+from .model.mlm import build_model, flops_per_token
 from .recipe import Recipe
 from .train.loop import mlm_loss
 from .ways import fastest_way

@@ -27,8 +27,8 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertFo
 from .core import CramError, fingerprint, load_pretrained, nearest
 from .core import read_json, whole, write_json
 from .hub import first_line, write_pretrained
-from .mlm import CrammedBertForMaskedLM
-from .original import refuse
+from .model.mlm import CrammedBertForMaskedLM
+from .model.original import refuse
 from .text.packing import PackedCorpus
 
 # %% ../nbs/engine/publish.ipynb #b0c0000b

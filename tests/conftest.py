@@ -110,7 +110,7 @@ def server():
             "pytest",
             "cramnb.store",
             "cramnb.train.checkpoint",
-            "cramnb.mlm",
+            "cramnb.model.mlm",
             "cramnb.cram",
             "cramnb.run.run",
         ]

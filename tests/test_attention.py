@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cramnb.attention import check_attention, eager_attention, rotary_tables, rotate
-from cramnb.mlm import build_model
+from cramnb.model.attention import check_attention, eager_attention, rotary_tables, rotate
+from cramnb.model.mlm import build_model
 from cramnb.core import CramError
 from cramnb.recipe import compose, preset
 
@@ -252,12 +252,12 @@ def test_kernels_that_would_fail_in_the_first_batch(given, answer):
 
 
 def test_flash_attention_without_its_package(monkeypatch):
-    import cramnb.attention
+    import cramnb.model.attention
 
-    monkeypatch.setattr(cramnb.attention, "is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr(cramnb.model.attention, "is_flash_attn_2_available", lambda: False)
     with pytest.raises(CramError, match=r"pip install cramnb\[flash\]"):
         check_attention("flash_attention_2", "cuda", "bfloat16")
-    monkeypatch.setattr(cramnb.attention, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(cramnb.model.attention, "is_flash_attn_2_available", lambda: True)
     check_attention("flash_attention_2", "cuda", "bfloat16")
 
 
@@ -267,7 +267,7 @@ def test_an_unknown_kernel_is_named():
 
 
 def test_flash_attention_takes_padding_and_nothing_more():
-    from cramnb.encoder import CrammedBertConfig, mask_for
+    from cramnb.model.encoder import CrammedBertConfig, mask_for
 
     config = CrammedBertConfig()
     config._attn_implementation = "flash_attention_2"

@@ -28,7 +28,7 @@ from cramnb.train.checkpoint import (
     save_checkpoint,
     verify,
 )
-from cramnb.mlm import build_model
+from cramnb.model.mlm import build_model
 from cramnb.store import prepare_corpus
 from cramnb.core import CramError, DiskFull, fingerprint
 from cramnb.recipe import compose

@@ -212,7 +212,7 @@ def test_auto_classes_know_our_models_in_either_order(first, second, tmp_path):
     folder = tmp_path / "model"
     make = f"""
 import torch
-from cramnb.mlm import build_model
+from cramnb.model.mlm import build_model
 from cramnb.recipe import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -243,7 +243,7 @@ print(AutoConfig.for_model('crammed_bert').model_type)"""
 
 def test_our_class_alone_teaches_the_auto_classes():
     code = (
-        "from cramnb.mlm import CrammedBertConfig; from transformers import AutoModelForMaskedLM; "
+        "from cramnb.model.mlm import CrammedBertConfig; from transformers import AutoModelForMaskedLM; "
         "c = CrammedBertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, "
         "num_hidden_layers=1, vocab_size=6); "
         "print(type(AutoModelForMaskedLM.from_config(c)).__name__)"

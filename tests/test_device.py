@@ -236,7 +236,7 @@ def test_a_limit_is_set_on_a_card_and_taken_back(monkeypatch):
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("arch", ["tiny", "hf-bert-tiny"])
 def test_layers_that_compute_again_give_the_same_gradients(arch, dropout):
-    from cramnb.mlm import build_model
+    from cramnb.model.mlm import build_model
 
     found = []
     for again in (False, True):

@@ -28,7 +28,7 @@ from cramnb.launch import (
     share,
 )
 from cramnb.text.masking import mask_tokens, microbatch_generator
-from cramnb.mlm import build_model
+from cramnb.model.mlm import build_model
 from cramnb.options import Impl
 from cramnb.recipe import preset
 from cramnb.train.loop import Stopped, Trainer

@@ -23,11 +23,11 @@ from transformers import (
 
 import cramnb.publish as publishing
 from cramnb.command import main
-from cramnb.encoder import CrammedBertConfig
+from cramnb.model.encoder import CrammedBertConfig
 from cramnb.hub import convert
-from cramnb.original import from_heads, from_original
+from cramnb.model.original import from_heads, from_original
 from cramnb.publish import publish, publish_corpus, to_bert, upload, why_not_bert
-from cramnb.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification
+from cramnb.model.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification
 from cramnb.core import CramError
 from cramnb.recipe import compose, preset, tiny, to_dict
 from cramnb.store import prepare_corpus

@@ -9,7 +9,7 @@ from torch import nn
 
 import cramnb.train.loop
 from cramnb.text.masking import MaskedBatch
-from cramnb.mlm import build_model
+from cramnb.model.mlm import build_model
 from cramnb.train.optim import decay_groups
 from cramnb.core import CramError
 from cramnb.recipe import preset

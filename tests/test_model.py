@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cramnb  # noqa: F401  registers the Auto classes
-from cramnb.encoder import CrammedBertConfig
-from cramnb.mlm import (
+from cramnb.model.encoder import CrammedBertConfig
+from cramnb.model.mlm import (
     CrammedBertForMaskedLM,
     CrammedBertForSequenceClassification,
     build_model,
@@ -232,7 +232,7 @@ def test_dense_sparse_and_chunked_losses_are_one(decoder_bias):
 def test_chunks_agree_with_torchs_own_function():
     if not hasattr(torch.nn.functional, "linear_cross_entropy"):
         pytest.skip("this torch has none")
-    from cramnb.mlm import linear_cross_entropy
+    from cramnb.model.mlm import linear_cross_entropy
 
     torch.manual_seed(0)
     hidden, decoder, labels = (
@@ -261,7 +261,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_chunks_never_hold_all_logits():
-    from cramnb.mlm import linear_cross_entropy
+    from cramnb.model.mlm import linear_cross_entropy
 
     torch.manual_seed(0)
     hidden, decoder, labels = (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cramnb.train.checkpoint import load_checkpoint, save_checkpoint
-from cramnb.mlm import build_model
+from cramnb.model.mlm import build_model
 from cramnb.train.optim import (
     Lion,
     Muon,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cramnb.original import from_original, sources
+from cramnb.model.original import from_original, sources
 from cramnb.book.show import read_data
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ from transformers import BertConfig, BertForMaskedLM, pipeline
 from cramnb.train.checkpoint import checkpoints, save_checkpoint
 from cramnb.command import main
 from cramnb.text.masking import MaskedBatch, mask_tokens
-from cramnb.mlm import build_model
+from cramnb.model.mlm import build_model
 from cramnb.judge.probe import (
     KINDS,
     attention_distance,

@@ -15,7 +15,7 @@ from cramnb.core import CramError
 from cramnb.text.masking import mask_tokens
 from cramnb.memory import activation_bytes, fit_memory, kept_bytes, memory_needed
 from cramnb.memory import parameters_by_part
-from cramnb.mlm import build_model, count_parameters, flops_per_token
+from cramnb.model.mlm import build_model, count_parameters, flops_per_token
 from cramnb.options import Train
 from cramnb.recipe import PRESETS, crammed, preset, tiny
 from cramnb.scaling import (

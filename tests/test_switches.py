@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cramnb.attention import Attention
-from cramnb.encoder import (
+from cramnb.model.attention import Attention
+from cramnb.model.encoder import (
     ACTIVATIONS,
     CrammedBertConfig,
     CrammedBertModel,
@@ -19,7 +19,7 @@ from cramnb.encoder import (
     make_norm,
     sinusoid,
 )
-from cramnb.mlm import CrammedBertForMaskedLM, HeadTransform
+from cramnb.model.mlm import CrammedBertForMaskedLM, HeadTransform
 from cramnb.core import CramError
 from cramnb.options import GATED, Arch
 

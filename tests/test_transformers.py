@@ -24,8 +24,8 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
-from cramnb.encoder import CrammedBertConfig, CrammedBertModel
-from cramnb.mlm import (
+from cramnb.model.encoder import CrammedBertConfig, CrammedBertModel
+from cramnb.model.mlm import (
     CrammedBertForMaskedLM,
     CrammedBertForSequenceClassification,
     CrammedBertForTokenClassification,
@@ -525,7 +525,7 @@ def test_pooling_the_first_word_of_a_text_without_cls_is_reported(tokenizer, rec
 
 
 def test_registering_twice_is_fine():
-    from cramnb.mlm import register
+    from cramnb.model.mlm import register
 
     register()
     register()

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from cramnb.mlm import build_model, count_parameters
+from cramnb.model.mlm import build_model, count_parameters
 from cramnb.core import CramError
 from cramnb.fields import diff
 from cramnb.presets import PRESETS
 from cramnb.recipe import preset
-from cramnb.zoo import STEPS, compare, size, steps
+from cramnb.model.zoo import STEPS, compare, size, steps
 
 SMALL = dict(
     hidden_size=32,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from cramnb.text.masking import mask_tokens, microbatch_generator
-from cramnb.mlm import build_model
+from cramnb.model.mlm import build_model
 from cramnb.recipe import preset
 from cramnb.train.loop import Trainer
 

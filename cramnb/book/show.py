@@ -355,7 +355,7 @@ from torch import Tensor
 from ..core import CramError, nearest, read_json
 from ..corpus import SPECIMEN
 from ..text.masking import mask_tokens, microbatch_generator
-from ..mlm import build_model
+from ..model.mlm import build_model
 from ..text.packing import pack
 from ..recipe import Recipe, tiny
 from ..text.tokenizer import encode, train_tokenizer

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ..attention import check_attention
+from ..model.attention import check_attention
 from ..auto import as_before, say_memory, settle, way_of
 from ..train.checkpoint import CheckpointManager
 from ..core import CramError, Stopped, fingerprint, quiet, read_json, whole, write_json
@@ -29,7 +29,7 @@ from ..device import process_settings, uneven_batch
 from ..distributed import World, parallelise
 from ..launch import Follower, Interruptible, first_then_rest, join_world, resume
 from ..launch import share, wait_for_file
-from ..mlm import build_model, count_parameters, flops_per_token
+from ..model.mlm import build_model, count_parameters, flops_per_token
 from ..text.packing import PackedCorpus
 from ..recipe import Recipe, to_dict
 from .runs import check_folder, finished, lock_run, make_folder, run_folder
@@ -131,9 +131,9 @@ def make_trainer(
     device = pick_device(impl)
     _check_attention(recipe, device, pick_precision(impl, device))
     torch.manual_seed(recipe.seed)
-    chunk, pad = impl.loss_chunk_size, corpus.tokenizer.pad_token_id
+    chunk = impl.loss_chunk_size
     attention = impl.attn_implementation.replace('auto', 'sdpa')
-    model = build_model(recipe.arch, corpus.vocab_size, pad, attention, chunk).to(device)
+    model = build_model(recipe.arch, corpus, attention, chunk).to(device)
     if train.document_isolation:
         model.document_end = corpus.document_end
     batches = masked_rows(corpus, train, recipe.seed, device)

@@ -6,10 +6,10 @@ Passes are added up exactly, broken updates are left out and counted, the clock 
 To replay the trajectory of another engine, with given weights, given passes and a constant rate:
 
     import torch
-    from cramnb import mlm, options, recipe
+    from cramnb import build_model, options
     from cramnb.train import loop as train
 
-    model = mlm.build_model(recipe.preset('arch', 'tiny'), vocab_size=100)
+    model = build_model('tiny', 100)
     passes = [(ids, ids) for ids in torch.randint(5, 100, (12, 8, 16))]  # (input_ids, labels)
     how = options.Train(scheduler='constant', lr=1e-3)
     losses = [row['loss'] for row in train.replay(model, passes, how, per_update=2)]  # 6 updates
