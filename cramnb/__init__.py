@@ -57,16 +57,15 @@
 - `cramnb.train.schedule`: Learning rate and batch size as functions of the share of the day that is spent
 - `cramnb.ways`: Number format, attention and compiler, chosen by timing real passes before a run starts"""
 
-import importlib
 import sys
+from importlib import import_module
 from importlib.machinery import PathFinder
+from types import ModuleType
 
 _DOOR = {  # what users import from here -> the module that it comes from, loaded when asked for
     "Trainer": "cramnb.train.loop",
     "build_model": "cramnb.model.mlm",
 }
-_AUTO = "transformers.models.auto.modeling_auto"
-_OURS = "cramnb.model.mlm"  # registers our classes with transformers when it is loaded
 
 
 def __getattr__(name):
@@ -76,29 +75,43 @@ def __getattr__(name):
 
         return version("cramnb")
     if name in _DOOR:
-        return getattr(importlib.import_module(_DOOR[name]), name)
+        return getattr(import_module(_DOOR[name]), name)
     raise AttributeError(f"module 'cramnb' has no attribute {name!r}")
 
 
-def __dir__():
-    return [*globals(), *_DOOR, "__version__"]
+# transformers has no entry points, and registering our classes at once would load torch. But its
+# table of model types is lazy: a name there stands for a class, which it imports from
+# transformers.models when the first model of that type is asked for. So we add one name and one
+# module; when the module is asked for our class, the real one loads and registers all of them.
+_TABLE, _OURS = "transformers.models.auto.configuration_auto", "transformers.models.crammed_bert"
 
 
-class _Register:
-    """Import hook: as soon as transformers' Auto models are loaded, ours register with them.
-    transformers has no entry points, and registering at once would load torch."""
+def _load(name):
+    if name.startswith("__"):  # only somebody who lists all modules
+        raise AttributeError(name)
+    return getattr(import_module("cramnb.model.mlm"), name)
+
+
+def _add(table):
+    table.CONFIG_MAPPING_NAMES["crammed_bert"] = "CrammedBertConfig"
+
+
+class _WhenLoaded:
+    "Import hook: adds the name as soon as transformers' table is loaded."
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name != _AUTO:
+        if name != _TABLE:
             return None
         spec = PathFinder.find_spec(name, path)
         load = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (load(module), importlib.import_module(_OURS))
+        spec.loader.exec_module = lambda module: (load(module), _add(module))
         return spec
 
 
-if _AUTO in sys.modules:
-    importlib.import_module(_OURS)
+sys.modules[_OURS] = ModuleType(_OURS)
+sys.modules[_OURS].__getattr__ = _load
+if _TABLE in sys.modules:
+    _add(sys.modules[_TABLE])
 else:
-    sys.meta_path.insert(0, _Register)
+    sys.meta_path.insert(0, _WhenLoaded)
