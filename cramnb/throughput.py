@@ -32,9 +32,9 @@ from .text.masking import MaskedBatch
 from .mlm import flops_per_token
 from .text.packing import PackedCorpus, Rows, write_rows
 from .recipe import Recipe
-from .run.run import make_trainer
+from .run.run import make_loop, new_model
 from .text.tokenizer import SPECIAL_TOKENS, wrap
-from .train.loop import Trainer, accumulate
+from .train.loop import Loop, accumulate
 
 # %% ../nbs/engine/throughput.ipynb #k7th0010
 def wait(
@@ -101,7 +101,7 @@ def _peak(device):
 
 # %% ../nbs/engine/throughput.ipynb #k7th0021
 def time_updates(
-    trainer: Trainer,  # ready to go, with a budget in updates
+    trainer: Loop,  # ready to go, with a budget in updates
     warm: int = 2,  # updates that do not count
 ) -> dict:  # tokens_per_second, loader_share, memory in bytes (None on a CPU)
     "Run the trainer to the end of its budget, and time all updates but the first ones."
@@ -121,7 +121,7 @@ def time_updates(
 
 # %% ../nbs/engine/throughput.ipynb #k7th0023
 def memory_by_rows(
-    trainer: Trainer,  # whose model and batches serve
+    trainer: Loop,  # whose model and batches serve
     largest: int = 1024,  # rows of the largest pass that is tried
 ) -> list[list]:  # [rows, bytes at the peak or None, tokens a second] of each pass that fits
     "Forward and backward with 16, 32, 64, … rows, until one does not fit."
@@ -144,7 +144,7 @@ def memory_by_rows(
     return found
 
 # %% ../nbs/engine/throughput.ipynb #k7th0024
-def _one_pass(trainer: Trainer, batch: MaskedBatch):
+def _one_pass(trainer: Loop, batch: MaskedBatch):
     "Forward and backward without the compiler, which would have to learn each shape."
     accumulate(trainer.model, [batch], len(batch.input_ids), precision=trainer.precision)
     wait(trainer.device)
@@ -184,7 +184,7 @@ def whole_loop(
             continue
         impl = replace(recipe.impl, compile_torch=str(compiled).lower())
         chosen = replace(recipe, impl=impl, train=replace(train, **fixed))
-        trainer = make_trainer(chosen, corpus, say=say)
+        trainer, _ = make_loop(chosen, new_model(chosen, corpus), corpus, say=say)
         if not compiled:
             out['memory_by_rows'] = memory_by_rows(trainer, min(1024, train.batch_size))
         out[name] = time_updates(trainer)
