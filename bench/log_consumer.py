@@ -107,7 +107,7 @@ def with_trainer(rows, corpus, seed, folder, seconds=SECONDS, updates=0) -> dict
 
 
 class Packed(torch.utils.data.Dataset):
-    "The rows of our corpus for their Trainer."
+    "The rows of our corpus for their Loop."
 
     def __init__(self, rows):
         self.rows = rows

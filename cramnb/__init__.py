@@ -6,15 +6,13 @@
 - `cramnb.cards`: One table of graphics cards: how fast, how much memory, and where that stands
 - `cramnb.choices`: Number format, attention, compiler and recipe as functions of a described device, so that they can be tested without it
 - `cramnb.clean`: A suffix array, a filter that remembers paragraphs, and near-duplicates
-- `cramnb.command`: Words become a verb and a recipe, and a mistake is told in one line, at once
+- `cramnb.cli`: Words become a verb and a recipe, and a mistake is told in one line, at once
 - `cramnb.consumer`: A hundred hours on 8 GB with Hugging Face's own parts, beside our engine, and what both are worth
 - `cramnb.core`: Errors with the nearest name, files written whole or not at all
 - `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
-- `cramnb.cram`: Raw text to score table, in three minutes or in twenty-four hours, by one command
+- `cramnb.cram`: Raw text to score table: what `cramnb cram`, `pretrain`, `eval` and `data` do
 - `cramnb.curves`: Compare runs, and tell a sick one from a healthy one
 - `cramnb.device`: Device, precision, compiler and microbatch, chosen by measuring, and a second try where a card fails
-- `cramnb.distributed`: The same run on two cards, with the same numbers, and nobody left hanging
-- `cramnb.evaluate`: Same weights, same questions, same protocol: the same trials, found again
 - `cramnb.exams`: GLUE's own files and the hub's, and rows that are checked before anybody trains on them
 - `cramnb.fields`: An option knows its meaning and its bounds, and a word of the command line is read by its type
 - `cramnb.files`: Texts out of text files, JSON, tables and archives, and a report of what was damaged
@@ -23,7 +21,6 @@
 - `cramnb.judge.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
 - `cramnb.judge.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
 - `cramnb.judge.score`: Several seeds, the median, the spread, and why published averages differ
-- `cramnb.launch`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?
 - `cramnb.memory`: What a pass keeps, counted with tensors that have a shape and no content
 - `cramnb.model.attention`: Queries meet keys, by hand or by the fastest kernel at hand
 - `cramnb.model.encoder`: Configuration, embeddings, layers and masks of crammed-BERT, as a model of transformers
@@ -41,8 +38,8 @@
 - `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory
 - `cramnb.rules`: Mistakes that only two parts of a recipe together can show, told before anything starts
 - `cramnb.run.page`: Loss, speed, memory and time left in a browser, without an account
-- `cramnb.run.run`: Train inside a folder, and go on after a kill
-- `cramnb.run.runs`: Open, lock, list, and find a checkpoint
+- `cramnb.run.run`: The front door: train inside a folder, go on after a kill, score, load
+- `cramnb.run.runs`: Open, lock and list
 - `cramnb.run.watch`: One line per update: loss, speed, share of the card, energy; and those who are told about it
 - `cramnb.scaling`: What fits on a card, how many tokens a day is, and what a law learnt from small runs can promise
 - `cramnb.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
@@ -52,6 +49,7 @@
 - `cramnb.text.packing`: Pack the tokens once, and read them for ever
 - `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
 - `cramnb.train.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
+- `cramnb.train.distributed`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?
 - `cramnb.train.loop`: A loop that knows how much of its day is gone, and ends on time with nothing broken
 - `cramnb.train.optim`: AdamW by hand, Muon for matrices, and who gets weight decay
 - `cramnb.train.schedule`: Learning rate and batch size as functions of the share of the day that is spent
@@ -62,20 +60,28 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from types import ModuleType
 
-_DOOR = {  # what users import from here -> the module that it comes from, loaded when asked for
-    "Trainer": "cramnb.train.loop",
-    "build_model": "cramnb.model.mlm",
-}
+_DOOR = dict(  # public name -> the module that is loaded when it is asked for
+    Corpus="_adapters",
+    build_model="model.mlm",
+    Trainer="run.run",
+    evaluate="run.run",
+    load="run.run",
+)
+__all__ = [*_DOOR, "__version__"]
+
+
+def __dir__():
+    return [*globals(), *__all__]
 
 
 def __getattr__(name):
-    "The front door: torch is loaded when somebody asks for what needs it."
+    "The front door and `__version__`, looked up when somebody asks: torch takes a while to load."
+    if name in _DOOR:
+        return getattr(import_module(f"cramnb.{_DOOR[name]}"), name)
     if name == "__version__":
         from importlib.metadata import version
 
         return version("cramnb")
-    if name in _DOOR:
-        return getattr(import_module(_DOOR[name]), name)
     raise AttributeError(f"module 'cramnb' has no attribute {name!r}")
 
 

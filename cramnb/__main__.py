@@ -10,7 +10,7 @@ def main() -> int:
     # several times beside other jobs (LAB.md). It must stand before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        from .command import main
+        from .cli import main
 
         return main()
     except KeyboardInterrupt:

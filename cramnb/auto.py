@@ -23,13 +23,13 @@ from .train.checkpoint import newest_sound
 from .choices import how_to_compute, machine_here
 from .core import read_json
 from .device import auto_microbatch, pick_device, pick_precision, recompute_layers
-from .distributed import World
+from .train.distributed import World
 from .fields import parse_memory
-from .launch import share
+from .train.distributed import share
 from .memory import Fit, fit_memory
 from .options import Impl
 from .recipe import Recipe
-from .train.loop import Trainer
+from .train.loop import Loop
 from .ways import fastest_way, worth_compiling
 
 # %% ../nbs/engine/auto.ipynb #lau0mem1
@@ -106,7 +106,7 @@ def _measured(recipe, impl, model, batches, world, say):
 def settle(
     recipe: Recipe,  # of the run
     model,  # on its device; gets the attention that is chosen, and layers that forget
-    batches: Callable,  # of the Trainer
+    batches: Callable,  # of the Loop
     world: World,  # of any size
     say: Callable = print,  # told what was measured
 ) -> tuple[Impl, float]:  # without auto for what was chosen; seconds of the budget that this took
@@ -131,7 +131,7 @@ def settle(
 
 # %% ../nbs/engine/auto.ipynb #lau0way6
 def way_of(
-    trainer: Trainer,  # of a run
+    trainer: Loop,  # of a run
     impl: Impl | None = None,  # as `settle` has left it
 ) -> dict:  # plain values for checkpoint and summary
     "How a trainer computes."

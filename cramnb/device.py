@@ -33,7 +33,7 @@ from .core import CramError, LostRank, Stopped
 from .fields import parse_memory
 from .text.masking import MaskedBatch
 from .options import Impl, Train
-from .train.loop import Trainer, accumulate, gradients, mlm_loss
+from .train.loop import Loop, accumulate, gradients, mlm_loss
 
 # %% ../nbs/engine/device.ipynb #2686b108
 def pick_device(
@@ -190,7 +190,7 @@ def recovery(
     say: Callable[[str], None],  # told what was changed
     compiled: MaybeCompiled | None = None,  # the loss, where it is one
     halve: bool = True,  # False for several processes, which would have to agree
-) -> Callable:  # for Trainer(recover=…)
+) -> Callable:  # for Loop(recover=…)
     "Which failed updates are worth another try: too little memory, a compiler that fails."
 
     def recover(trainer, error):
@@ -208,7 +208,7 @@ def card_options(
     device: torch.device,  # where to compute
     say: Callable[[str], None],  # told what a person should know
     halve: bool = True,  # False for several processes
-) -> dict:  # precision, loss and recover of a Trainer
+) -> dict:  # precision, loss and recover of a Loop
     "What a real card adds to the trainer of chapter 11."
     wanted = impl.compile_torch == 'true'
     if impl.compile_torch == 'auto':
@@ -219,7 +219,7 @@ def card_options(
 
 # %% ../nbs/engine/device.ipynb #d4783579
 def compile_ahead(
-    trainer: Trainer,  # ready to start
+    trainer: Loop,  # ready to start
 ):
     "Run one pass before the clock starts, where compiling is not to count. Leaves no trace."
     if trainer.train.count_compile:
@@ -285,7 +285,7 @@ def _time_pass(make_step, size, device, clock):
 def auto_microbatch(
     batch_size: int,  # of an update
     model: nn.Module,  # on its device
-    batches: Callable,  # of the Trainer
+    batches: Callable,  # of the Loop
     device: torch.device,  # where to compute
     precision: torch.dtype = torch.float32,  # of the matrix products
     largest: int = 1024,  # that fits by the planner's arithmetic

@@ -92,7 +92,7 @@ def rate_here(
     if not wants_measuring(recipe, device):
         rate = measured_rate(recipe, device, precision, rows=size)
         return rate, precision, f'measured with {str(precision).removeprefix("torch.")}'
-    batches = lambda start, rows, *_: random_batch(rows, V, p, T, device)  # as a Trainer reads
+    batches = lambda start, rows, *_: random_batch(rows, V, p, T, device)  # as a Loop reads
     attention = recipe.impl.attn_implementation
     way = fastest_way(attention, model_to_time(recipe), batches, size, lambda text: None)
     how = f'measured with {way.precision} and {way.attention} attention'

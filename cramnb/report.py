@@ -18,9 +18,7 @@ from .core import CramError, nearest, printable, read_json, whole, write_text
 from .curves import plot_run, plot_runs
 from .fields import flat
 from .recipe import Recipe, show_budget
-from .run.run import Run
-from .run.runs import list_runs, read_log
-from .judge.score import score_table
+from .run.runs import list_runs, read_log, run_folder
 from .store import data_card
 
 # %% ../nbs/engine/report.ipynb #40ab200f
@@ -129,32 +127,34 @@ def read_summary(folder: Path) -> dict:
     return read_json(folder / 'pretrain.json', needs=tuple(needs.split()), remedy=remedy)
 
 # %% ../nbs/engine/report.ipynb #f16data1
-def _data_part(run):
+def _data_part(folder, corpus):
     "The card of the corpus; where the corpus was not opened, what the report says already."
-    title, path = '## Data', run.folder / 'report.md'
-    if run.corpus:
-        return f"{title}\n\n{data_card(run.corpus.card).replace('# ', '### ', 1)}"
+    title, path = '## Data', folder / 'report.md'
+    if corpus:
+        return f"{title}\n\n{data_card(corpus.card).replace('# ', '### ', 1)}"
     before = path.read_text('utf-8', 'replace') if path.exists() else ''
     kept = before.partition(f'\n{title}\n')
     return ''.join(kept[1:]).strip()
 
 # %% ../nbs/engine/report.ipynb #3d1ee9e3
 def write_report(
-    run: Run,  # finished; with its corpus, or without where the report has its card already
-    trials: list | None = None,  # of the evaluation, if there was one
+    recipe: Recipe,  # of a finished run
+    corpus=None,  # its text; None where the report has its card already
+    scores=None,  # of the evaluation, if there was one
 ) -> Path:  # report.md
     "One page: recipe, data, pretraining, scores."
-    folder, ev, summary = run.folder, run.recipe.eval, read_summary(run.folder)
+    folder, ev = run_folder(recipe), recipe.eval
+    summary = read_summary(folder)
     rows = read_log(folder / 'metrics.jsonl', needs=(*_NUMBERS, 'lr', 'batch_size'))
     with whole(folder / 'run.png') as temporary:
         plot_run(rows, summary).savefig(temporary, format='png', dpi=110)
     picture = '![Loss, learning rate and batch size against time](run.png)'
-    parts = [f'# Run {run.recipe.name}', pretrain_table(summary, run.recipe), picture]
-    if trials:
-        parts += [f'## Scores ({cell(ev.files or ev.tasks)})', score_table(trials, ev)]
+    parts = [f'# Run {recipe.name}', pretrain_table(summary, recipe), picture]
+    if scores:
+        parts += [f'## Scores ({cell(ev.files or ev.tasks)})', str(scores)]
         parts += ['![All trials, task by task](glue.png)']
-    choices = [f'| {k} | {cell(v)} |' for k, v in flat(run.recipe).items()]
+    choices = [f'| {k} | {cell(v)} |' for k, v in flat(recipe).items()]
     parts += ['## Recipe', '\n'.join(['| choice | value |', '|---|---|', *choices])]
-    parts.append(_data_part(run))
+    parts.append(_data_part(folder, corpus))
     write_text(folder / 'report.md', '\n\n'.join(parts).rstrip() + '\n')
     return folder / 'report.md'

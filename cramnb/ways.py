@@ -48,7 +48,7 @@ def _one_pass(model, batches, rows, precision, attention, loss=mlm_loss):
 # %% ../nbs/engine/ways.ipynb #way0mes1
 def measure_ways(
     model: nn.Module,  # on a CPU; dropout goes off, and a trainer sets it again
-    batches: Callable,  # of the Trainer
+    batches: Callable,  # of the Loop
     rows: int,  # of a pass, at most
     names: list[tuple[str, str]],  # (precision, attention) of each way
 ) -> list[MeasuredWay]:
@@ -73,7 +73,7 @@ _NAMES = dict(float32='float32', bfloat16='16-bit')  # number formats that are t
 def fastest_way(
     attention: str,  # impl.attn_implementation; auto: try two
     model: nn.Module,  # on a CPU
-    batches: Callable,  # of the Trainer
+    batches: Callable,  # of the Loop
     rows: int,  # of a pass
     say: Callable[[str], None],  # told what was chosen
 ) -> MeasuredWay:
@@ -106,7 +106,7 @@ def pays_back(
 def measure_compiled(
     way: MeasuredWay,  # precision and attention to compile
     model: nn.Module,  # on a CPU; dropout goes off, and a trainer sets it again
-    batches: Callable,  # of the Trainer
+    batches: Callable,  # of the Loop
     rows: int,  # of a pass, as in the run: another number would be compiled again
     compiler: Callable = torch.compile,  # tests bring their own
 ) -> tuple[float, float, float]:  # gain, seconds of compiling, difference of the losses
@@ -129,7 +129,7 @@ _PATIENCE = 1200  # seconds of the budget from which a trial of about a minute i
 def worth_compiling(
     way: MeasuredWay,  # that the run would take without a compiler
     model: nn.Module,  # on a CPU
-    batches: Callable,  # of the Trainer
+    batches: Callable,  # of the Loop
     rows: int,  # of a pass
     left: float,  # seconds of the budget
     say: Callable[[str], None],  # told what was chosen

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import cramnb
 
-from cramnb.command import main
+from cramnb.cli import main
 
 MODEL = [
     "arch.hidden_size=16",

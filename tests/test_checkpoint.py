@@ -32,11 +32,11 @@ from cramnb.model.mlm import build_model
 from cramnb.store import prepare_corpus
 from cramnb.core import CramError, DiskFull, fingerprint
 from cramnb.recipe import compose
-from cramnb.train.loop import Stopped, Trainer
+from cramnb.train.loop import Stopped, Loop
 
 
-def trainer(seed=0, clock=None, should_stop=lambda: False, budget=1.0, **changes) -> Trainer:
-    return Trainer(
+def trainer(seed=0, clock=None, should_stop=lambda: False, budget=1.0, **changes) -> Loop:
+    return Loop(
         model(seed),
         recipe(**changes),
         batches,

@@ -4,7 +4,7 @@ import pytest
 from conftest import cramnb
 from folders import fake_run
 
-from cramnb.command import VERBS, main, option_table, read_command
+from cramnb.cli import VERBS, main, option_table, read_command
 from cramnb.core import CramError
 from cramnb.fields import flat
 from cramnb.presets import PRESETS

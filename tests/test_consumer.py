@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 
 from cramnb.consumer import Chunks, StopAfter, cut_chunks, home_arguments, home_trainer
 from cramnb.consumer import learn_wordpiece
-from cramnb.command import main
+from cramnb.cli import main
 from cramnb.core import quiet
 from cramnb.corpus import docstrings
 from cramnb.glue import PUBLISHED_TASKS

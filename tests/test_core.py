@@ -190,7 +190,7 @@ def test_importing_the_package_is_light_and_changes_nothing():
 )
 def test_the_command_answers_without_torch(words, tmp_path):
     code = (
-        "import sys; from cramnb.command import main; main(sys.argv[1:]); "
+        "import sys; from cramnb.cli import main; main(sys.argv[1:]); "
         f"print([m for m in {LIGHT} if m in sys.modules])"
     )
     done = subprocess.run(

@@ -29,8 +29,8 @@ from cramnb.device import (
     recovery,
     uneven_batch,
 )
-from cramnb.distributed import World
-from cramnb.evaluate import _way
+from cramnb.train.distributed import World
+from cramnb.run.run import _way
 from cramnb.options import Impl
 from cramnb.presets import PRESETS, PROVENANCE
 from cramnb.recipe import compose, from_dict, preset, tiny, to_dict

@@ -17,8 +17,8 @@ from toy import ARCH
 
 from cramnb.train.checkpoint import checkpoints, save_checkpoint
 from cramnb.core import CramError, LostRank
-from cramnb.distributed import World, noticing, parallelise
-from cramnb.launch import (
+from cramnb.train.distributed import World, noticing, parallelise
+from cramnb.train.distributed import (
     dist_env,
     first_then_rest,
     join_world,
@@ -31,7 +31,7 @@ from cramnb.text.masking import mask_tokens, microbatch_generator
 from cramnb.model.mlm import build_model
 from cramnb.options import Impl
 from cramnb.recipe import preset
-from cramnb.train.loop import Stopped, Trainer
+from cramnb.train.loop import Stopped, Loop
 
 DATA = 5 + (torch.arange(256)[:, None] + torch.arange(16)) % 12  # rows that count up: easy to learn
 DATA[7, 2:] = 0  # a row with fewer tokens to ask for than others
@@ -56,7 +56,7 @@ def make(
     progress="updates",
     budget=1.0,
     **changes,
-) -> Trainer:
+) -> Loop:
     torch.manual_seed(0)
     usual = dict(
         batch_size=44,
@@ -399,7 +399,7 @@ def test_a_lost_process_is_told_by_torchs_own_errors_and_by_nothing_else():
     ],
 )
 def test_an_environment_that_cannot_be_is_one_line(variables, told, monkeypatch, tmp_path, capsys):
-    from cramnb.command import main
+    from cramnb.cli import main
 
     for name in (
         "RANK",
@@ -448,7 +448,7 @@ def test_without_torchrun_nothing_is_set_up():
         assert (
             world.size == 1
             and world.is_first
-            and type(make(world)) is Trainer
+            and type(make(world)) is Loop
             and world.any(True)
             and share(world, "x") == "x"
         )

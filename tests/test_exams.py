@@ -14,7 +14,7 @@ from conftest import beside, cramnb
 from exam import EV, SIX, checkpoint, rows_of, tokenizer, write  # noqa: F401
 
 from cramnb.core import CramError
-from cramnb.command import main
+from cramnb.cli import main
 from cramnb.exams import check_rows, load_folder, load_hub, load_tasks
 from cramnb.judge.finetune import run_trial
 from cramnb.glue import GLUE, TASKS, score

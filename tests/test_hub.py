@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import cramnb.publish as publishing
-from cramnb.command import main
+from cramnb.cli import main
 from cramnb.model.encoder import CrammedBertConfig
 from cramnb.hub import convert
 from cramnb.model.original import from_heads, from_original

@@ -62,7 +62,7 @@ def test_accumulation_of_transformers_own_bert():
     )
 
     def run(size):
-        t = cramnb.train.loop.Trainer(
+        t = cramnb.train.loop.Loop(
             bert, recipe(optimizer="adamw"), rows_of(unequal()), budget=1, microbatch_size=size
         )
         t.accumulate(16)
@@ -133,7 +133,7 @@ def test_there_is_no_cap_on_passes():
 
 
 def test_progress_is_read_once_an_update_and_never_goes_back():
-    class Counting(cramnb.train.loop.Trainer):
+    class Counting(cramnb.train.loop.Loop):
         read = 0
 
         def progress(self):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from cramnb.command import main, read_command
+from cramnb.cli import main, read_command
 from cramnb.core import CramError
 from cramnb.names import ALIASES, RETIRED, TAKEN, VALUES
 from cramnb.fields import flat

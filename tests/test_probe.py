@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, pipeline
 
 from cramnb.train.checkpoint import checkpoints, save_checkpoint
-from cramnb.command import main
+from cramnb.cli import main
 from cramnb.text.masking import MaskedBatch, mask_tokens
 from cramnb.model.mlm import build_model
 from cramnb.judge.probe import (
@@ -25,7 +25,7 @@ from cramnb.judge.probe import (
 from cramnb.core import CramError
 from cramnb.recipe import tiny
 from cramnb.text.tokenizer import train_tokenizer
-from cramnb.train.loop import Trainer, heldout_loss
+from cramnb.train.loop import Loop, heldout_loss
 
 TEXTS = [
     "the quick brown fox jumps over 13 lazy dogs , don't you think ? "
@@ -233,7 +233,7 @@ def run(tmp_path_factory, tokenizer, batches):
     folder, model = tmp_path_factory.mktemp("run") / "checkpoints", models(tokenizer)["ours"]
     train = tiny("train.progress=updates", "train.max_updates=60", "train.batch_size=7").train
     trainer, found = (
-        Trainer(
+        Loop(
             model,
             train,
             lambda start, n, number, x: batches[number % len(batches)],

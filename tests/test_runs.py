@@ -11,7 +11,7 @@ from conftest import cramnb
 from folders import fake_run
 
 from cramnb.core import CramError, write_json
-from cramnb.command import main
+from cramnb.cli import main
 from cramnb.recipe import compose, to_dict
 from cramnb.run.runs import (
     Checkpoint,

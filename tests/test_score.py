@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 
 from cramnb.core import CramError
-from cramnb.evaluate import adopt, open_text, plot_scores
-from cramnb.evaluate import score as evaluate
+from cramnb.run.run import adopt, open_text, plot_scores
+from cramnb.run.run import score as evaluate
 from cramnb.exams import load_folder, load_tasks
 from cramnb.judge.finetune import Trial, leak, run_trial
 from cramnb.glue import TASKS

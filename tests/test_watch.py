@@ -22,7 +22,7 @@ from cramnb import report
 from cramnb.run import watch
 from cramnb.core import CramError
 from cramnb.cards import card_peak
-from cramnb.command import main
+from cramnb.cli import main
 from cramnb.curves import LiveChart, diagnose, plot_runs
 from cramnb.recipe import compose
 from cramnb.report import save_plot

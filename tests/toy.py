@@ -8,7 +8,7 @@ import torch
 from cramnb.text.masking import mask_tokens, microbatch_generator
 from cramnb.model.mlm import build_model
 from cramnb.recipe import preset
-from cramnb.train.loop import Trainer
+from cramnb.train.loop import Loop
 
 ARCH = replace(
     preset("arch", "tiny"),
@@ -44,11 +44,11 @@ def recipe(name="tiny", **changes):
 
 def trainer(
     seed=0, microbatch_size=8, seconds=0.0, source=batches, options=None, **changes
-) -> Trainer:
+) -> Loop:
     """Each reading of its clock moves it by `seconds`; `options` go to the trainer, `changes` to
     the recipe."""
     ticks = itertools.count()
-    return Trainer(
+    return Loop(
         model(seed),
         recipe(**changes),
         source,

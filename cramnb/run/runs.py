@@ -1,8 +1,7 @@
-"""Open, lock, list, and find a checkpoint
+"""Open, lock and list
 
 The folder of a run, without torch: `make_folder`, `lock_run` and `read_recipe` open and guard
-it, `list_runs` and `runs_table` say which run is where, and `resolve_checkpoint` finds out,
-once, which weights `eval.checkpoint` means.
+it, `list_runs` and `runs_table` say which run is where, and what state it is in.
 
 Docs: https://cramnb.github.io/cramnb/library/run/runs.html.md"""
 
@@ -10,8 +9,7 @@ Docs: https://cramnb.github.io/cramnb/library/run/runs.html.md"""
 
 # %% auto #0
 __all__ = ['read_log', 'smooth', 'run_folder', 'finished', 'read_recipe', 'check_folder', 'make_folder', 'lock_path', 'lock_run',
-           'is_running', 'run_state', 'list_runs', 'runs_table', 'free_name', 'latest_run', 'Checkpoint',
-           'resolve_checkpoint']
+           'is_running', 'run_state', 'list_runs', 'runs_table', 'free_name', 'finished_runs', 'latest_run']
 
 # %% ../../nbs/library/run/runs.ipynb #3829e0f6
 import json
@@ -20,12 +18,11 @@ import os
 import shutil
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ..core import CramError, nearest, printable, read_json, whole, write_json
+from ..core import CramError, printable, read_json, write_json
 from ..fields import diff
 from ..recipe import Recipe, from_dict, to_dict
 
@@ -229,7 +226,9 @@ def free_name(
     return next(n for n in names if not finished(Path(base_dir).expanduser() / n))
 
 # %% ../../nbs/library/run/runs.ipynb #be76e7cc
-def _finished_runs(base):
+def finished_runs(
+    base: Path,  # folder of runs
+) -> list[str]:
     "Names of all finished runs, the one finished last at the end."
     done = sorted(base.glob('*/pretrain.json'), key=lambda p: p.stat().st_mtime)
     return [p.parent.name for p in done]
@@ -239,79 +238,7 @@ def latest_run(
     base_dir: str | Path,  # folder of runs
 ) -> str:  # name of the run finished last
     "The run that `cramnb eval` means when no name is given. Raises CramError when there is none."
-    done = _finished_runs(Path(base_dir).expanduser())
+    done = finished_runs(Path(base_dir).expanduser())
     if not done:
         raise CramError(f"{base_dir} holds no finished run: `cramnb cram` makes one.")
     return done[-1]
-
-# %% ../../nbs/library/run/runs.ipynb #aa45e031
-@dataclass(frozen=True)
-class Checkpoint:
-    "Weights to score, to probe or to publish: what `eval.checkpoint` means."
-
-    where: Path | str  # a Hugging Face folder, or a name on the hub
-    run: Path | None  # folder of the run that trained it; None: foreign
-    own: bool = False  # final weights of the run that the recipe names: they sign its report
-    untrained: bool = False  # architecture and tokenizer alone
-    label: str = ''  # for tables and messages
-
-# %% ../../nbs/library/run/runs.ipynb #edeae42f
-def _model(folder):
-    "The finished model of a run."
-    if (folder / 'model').is_dir():
-        return folder / 'model'
-    problem = f"There is no run {folder}.{nearest(folder.name, _finished_runs(folder.parent))}"
-    if folder.is_dir():
-        first = f"run `cramnb pretrain name={folder.name}` first"
-        problem = f"{folder} holds no trained model: {first}, or give eval.checkpoint=FOLDER."
-    raise CramError(problem)
-
-# %% ../../nbs/library/run/runs.ipynb #562dcb06
-def _best(folder):
-    "The checkpoint with the lowest held-out loss, with the tokenizer of the finished model."
-    from cramnb.train.checkpoint import best_checkpoint  # needs torch
-
-    model, source = _model(folder), best_checkpoint(folder / 'checkpoints')
-    with whole(folder / 'best') as partial:
-        weights = shutil.ignore_patterns('*.safetensors', 'config.json')
-        shutil.copytree(model, partial, ignore=weights)
-        for name in ('config.json', 'model.safetensors'):
-            shutil.copy(source / name, partial / name)
-    return folder / 'best'
-
-# %% ../../nbs/library/run/runs.ipynb #26f54d71
-def _named(name, recipe):
-    "A Hugging Face folder, or the finished model of a run: (where it lies, whose it is)."
-    base, path = Path(recipe.base_dir).expanduser(), Path(name).expanduser()
-    if (path / 'config.json').exists():
-        return path, path.parent if (path.parent / 'recipe.json').exists() else None
-    if path.name == name and (base / name).is_dir():
-        return _model(base / name), base / name
-    raise CramError(
-        f"eval.checkpoint={recipe.eval.checkpoint} is not a run and not a folder with a "
-        "config.json: give latest, best, untrained, hf://NAME, a Hugging Face folder, or a run."
-        f"{nearest(name, _finished_runs(base))}"
-    )
-
-# %% ../../nbs/library/run/runs.ipynb #2cafb619
-def resolve_checkpoint(recipe: Recipe) -> Checkpoint:
-    "Find out, once, which weights are meant. Raises CramError where there are none."
-    value, folder = recipe.eval.checkpoint, run_folder(recipe)
-    name, untrained = value.removesuffix('-untrained'), value.endswith('untrained')
-    if value.startswith('hf://'):
-        from cramnb.judge.finetune import load_tokenizer  # needs transformers
-
-        where, run = os.path.expanduser(name.removeprefix('hf://')), None
-        if where.startswith(('/', '.')) and not Path(where).is_dir():  # no name of the hub
-            raise CramError(f"eval.checkpoint={value}: there is no such folder.")
-        load_tokenizer(where)  # a name that cannot be had is reported now
-        where = Path(where) if Path(where).is_dir() else where
-    elif value in ('latest', 'untrained'):
-        where, run = _model(folder), folder
-    elif value == 'best':
-        where, run = _best(folder), folder
-    else:
-        where, run = _named(name, recipe)
-    own = value == 'latest' and finished(folder)
-    label = f'run {run.name}, {value}' if run and run.name != value else value
-    return Checkpoint(where, run, own, untrained, label)

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..core import CramError, fingerprint, read_json, remove, whole, write_json
-from .loop import TrainState, Trainer
+from .loop import TrainState, Loop
 
 _AGAIN = 'start over with fresh=True'
 
@@ -124,7 +124,7 @@ def _write(folder, trainer, extra, heldout, identity):
 # %% ../../nbs/library/train/checkpoint.ipynb #c0aec1fe
 def save_checkpoint(
     folder: Path,  # of all checkpoints of a run
-    trainer: Trainer,  # whose weights, optimizer and state are kept
+    trainer: Loop,  # whose weights, optimizer and state are kept
     keep: int = 2,  # how many checkpoints stay, besides the best
     extra: dict | None = None,  # plain values to keep beside
     heldout: float | None = None,  # nats per token at this update, where measured: the lowest stays
@@ -225,7 +225,7 @@ def _check_identity(checkpoint, written, now):
 # %% ../../nbs/library/train/checkpoint.ipynb #ef0ad126
 def restore(
     checkpoint: Path,  # a sound one
-    trainer: Trainer,  # is brought to where it was
+    trainer: Loop,  # is brought to where it was
     say: Callable = print,  # told about other versions
     identity: dict | None = None,  # as given to `save_checkpoint`, made anew
 ) -> dict:  # the extra values
@@ -252,7 +252,7 @@ def restore(
 # %% ../../nbs/library/train/checkpoint.ipynb #81e7997e
 def load_checkpoint(
     folder: Path,  # of all checkpoints of a run
-    trainer: Trainer,  # is brought to where it was
+    trainer: Loop,  # is brought to where it was
     say: Callable = print,  # told about a damaged checkpoint, and about other versions
     identity: dict | None = None,  # as given to `save_checkpoint`, made anew
 ) -> dict | None:  # the extra values, or None when there is no checkpoint
@@ -276,7 +276,7 @@ class CheckpointManager:
     "Saves a run when asked; a full disk is reported once and ends nothing."
 
     folder: Path  # of all checkpoints of the run
-    trainer: Trainer  # what is saved
+    trainer: Loop  # what is saved
     keep: int = 2  # how many stay
     keep_best: bool = True  # and besides the one with the lowest held-out loss
     say: Callable = print  # told when saving fails
