@@ -18,14 +18,13 @@ import shlex
 import signal
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 
-from .core import CramError, LostRank, Stopped, nearest, say
+from .core import CramError, LostRank, Stopped, nearest, on_signal, say
 from .presets import PRESETS
 from .recipe import GROUPS, Recipe, compose, leaves, tiny
 from .run.runs import free_name, latest_run, list_runs, runs_table
@@ -223,43 +222,26 @@ def go_on(
     return f"{start} {shlex.join([verb, f'name={recipe.name}', *words])}"
 
 # %% ../nbs/engine/command.ipynb #01049328
-@contextmanager
 def terminated():
-    "SIGTERM becomes KeyboardInterrupt, as Ctrl-C does; a second one ends at once."
-    if 'WORLD_SIZE' in os.environ or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    here = os.getpid()
+    "SIGTERM and a closed terminal become KeyboardInterrupt, as Ctrl-C does."
 
-    def end(number, frame):
-        signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != here:
-            os.kill(os.getpid(), number)
+    def end():
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    numbers = [getattr(signal, n) for n in ('SIGTERM', 'SIGHUP') if hasattr(signal, n)]
+    return nullcontext() if 'WORLD_SIZE' in os.environ else on_signal(end, numbers)
 
 # %% ../nbs/engine/command.ipynb #af411960
 def load(
     name: str,  # of a module of cramnb that brings torch
 ) -> ModuleType:
-    "Import a module whole; Ctrl-C and SIGTERM wait, because torch's C code would swallow them."
-    if threading.current_thread() is not threading.main_thread():
-        return import_module(f"cramnb.{name}")
+    "Import a module whole; signals wait, because torch's C code would swallow them."
     pressed = []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {n: signal.signal(n, lambda *_: pressed.append(True)) for n in signals}
-    try:
-        return import_module(f"cramnb.{name}")
-    finally:
-        for n, handler in before.items():
-            signal.signal(n, handler or signal.SIG_DFL)
-        if pressed:
-            raise KeyboardInterrupt
+    with on_signal(lambda: pressed.append(True)):
+        module = import_module(f"cramnb.{name}")
+    if pressed:
+        raise KeyboardInterrupt
+    return module
 
 # %% ../nbs/engine/command.ipynb #120f2081
 def _work(words, call):

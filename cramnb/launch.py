@@ -15,12 +15,10 @@ __all__ = ['dist_env', 'pick_backend', 'join_world', 'share', 'first_then_rest',
 # %% ../nbs/engine/launch.ipynb #64c70fa4
 import json
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from .train.checkpoint import newest_sound, restore
-from .core import CramError, LostRank
+from .core import CramError, LostRank, on_signal
 from .distributed import World, noticing
 from .options import Impl
 from .train.loop import Trainer
@@ -160,35 +158,28 @@ def wait_for_file(
 
 # %% ../nbs/engine/launch.ipynb #97d7e482
 class Interruptible:
-    "Ctrl-C and SIGTERM raise a flag, and a pass is ended; a second one ends at once."
+    "Ctrl-C, SIGTERM and SIGHUP raise a flag, and a pass is ended; a second one ends at once."
 
     def __init__(self, torchrun: bool = False):
         self.torchrun, self.asked = torchrun, False  # torchrun may pass on the same signal twice
+        self.signals = on_signal(self.ask, once=not torchrun)
 
     def __enter__(self):
-        self.before = {}
-        if threading.current_thread() is threading.main_thread():  # Python allows it there only
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.before[number] = signal.signal(number, self.ask)
+        self.signals.__enter__()
         return self
 
-    def ask(self, number, frame):
+    def __exit__(self, *error):
+        return self.signals.__exit__(*error)
+
+    def ask(self):
+        if self.asked and time.monotonic() - self.since >= 2:
+            raise KeyboardInterrupt
         if not self.asked:
             self.asked, self.since = True, time.monotonic()
             if not self.torchrun:
-                self._once()
-        elif not self.torchrun or time.monotonic() - self.since >= 2:
-            raise KeyboardInterrupt
-
-    def _once(self):
-        for number in self.before:
-            signal.signal(number, signal.SIG_DFL)  # even where Python itself is not running
-        message = b'\nStopping after this pass, then saving. A second signal ends at once.\n'
-        os.write(2, message)  # print is not safe in a handler
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+                message = b'\nStopping after this pass, then saving. A second signal ends at once.\n'
+                with suppress(OSError):  # nobody listens
+                    os.write(2, message)  # print is not safe in a handler
 
 # %% ../nbs/engine/launch.ipynb #b0cd2cfc
 class Follower:

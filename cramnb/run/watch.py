@@ -30,7 +30,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..cards import card_peak
-from ..core import whole
+from ..core import say, whole
 from ..options import Train
 from .runs import read_log
 
@@ -245,7 +245,7 @@ class Bars:
         self.close()
         self.stage, self.began, self.said = stage, self.clock(), None
         self.told = (-math.inf, -math.inf)
-        if sys.stderr.isatty():
+        if sys.stderr and sys.stderr.isatty():
             form = '{percentage:3.0f}%|{bar:18}|' if total else '{n:.0f}'
             form = f'{{desc:<23}} {form} {{elapsed}} {{postfix}}'
             self.bar = tqdm(desc=stage, total=total, bar_format=form, dynamic_ncols=True)
@@ -256,7 +256,7 @@ class Bars:
         much = f'{100 * min(share, 1):3.0f} %' if total else f'{done:.0f}' if done else ''
         parts = much, show_seconds(self.clock() - self.began), glance(notes)
         text = '  '.join(part for part in parts if part)
-        print(f'{self.stage:<23} {text}', file=sys.stderr, flush=True)
+        say(f'{self.stage:<23} {text}', file=sys.stderr)
 
     def close(self):
         "End the stage: the bar stays, or a last line is written unless it stands there already."
