@@ -1,7 +1,9 @@
 """What a run survives: listeners that die, a closed terminal, a full disk, too little memory."""
 
+import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,10 @@ import pytest
 from conftest import cramnb
 
 from cramnb.train.checkpoint import checkpoints
+from cramnb.command import main
+from cramnb.core import CramError
+from cramnb.run.runs import lock_run
+from cramnb.run.watch import Log
 
 WORDS = (
     "data=files data.vocab_size=500 data.seq_length=32 data.heldout=0.3 arch.hidden_size=32 "
@@ -84,3 +90,92 @@ def test_a_closed_terminal_saves_and_nohup_stays_deaf(home, tmp_path):
     wait_for_updates(run, tmp_path / "runs/run")
     run.send_signal(signal.SIGHUP)
     assert run.wait(120) == 0 and (tmp_path / "runs/run/pretrain.json").exists()
+
+
+# --- a full disk
+
+
+def test_rows_that_a_full_disk_refused_follow_when_there_is_room(tmp_path):
+    told, path = [], tmp_path / "metrics.jsonl"
+    log = Log(path, say=told.append)
+    disk = log.file
+    for update in range(1, 7):
+        log.file = disk if update in (1, 4, 6) else open("/dev/full", "wb", buffering=0)
+        log.write(dict(update=update, loss=1.0))
+    assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [*range(1, 7)]
+    assert len(told) == 2 and "No space left" in told[0] and [r["update"] for r in log.rows][-1] == 6
+
+
+def test_a_run_outlives_a_limit_on_the_size_of_files(home, tmp_path):
+    "The log outgrows it, weights do not: nothing but rows of the log is lost."
+    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (350_000, 350_000))
+    words = [*home, "train.max_updates=2000", "impl.save_every=0.02"]
+    run = start(*words, cwd=tmp_path, stdout=subprocess.PIPE, preexec_fn=small)
+    out = run.communicate(timeout=300)[0]
+    folder = tmp_path / "runs/run"
+    assert run.returncode == 0 and (folder / "pretrain.json").exists(), out
+    assert out.count("metrics.jsonl cannot be written (File too large)") == 1
+    assert (folder / "metrics.jsonl").stat().st_size == 350_000
+    assert [c.name for c in checkpoints(folder / "checkpoints")][-1] == "update_00002000"
+
+
+# --- going on
+
+
+@pytest.fixture
+def stopped(home, tmp_path, monkeypatch):
+    "A run that was killed just before its end."
+    monkeypatch.chdir(tmp_path)
+    words = ["pretrain", "name=run", *home, "train.max_updates=60", "impl.save_every=0.0001"]
+    assert main(words) == 0
+    run = tmp_path / "runs/run"
+    (run / "pretrain.json").unlink()
+    shutil.rmtree(checkpoints(run / "checkpoints")[-1])
+    return words, run
+
+
+def test_a_checkpoint_of_another_run_is_refused(stopped, capsys):
+    words, run = stopped
+    other = [word.replace("name=run", "name=other") for word in words] + ["seed=1"]
+    assert main(other) == 0
+    there = run.parent / "other"
+    (there / "pretrain.json").unlink()
+    shutil.rmtree(there / "checkpoints")
+    shutil.copytree(run / "checkpoints", there / "checkpoints")
+    capsys.readouterr()
+    assert main(other) == 2
+    err = capsys.readouterr().err.strip()
+    assert "another run" in err and "fresh=True" in err and err.count("\n") == 0
+
+
+def test_a_run_that_computes_in_another_way_says_so_and_the_same_way_says_nothing(stopped, capsys):
+    words, run = stopped
+    copy = run.with_name("copy")
+    shutil.copytree(run, copy)
+    capsys.readouterr()
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Going on at" in out and "was written with" not in out
+    how = ["impl.precision=bfloat16", "impl.attn_implementation=eager", "impl.threads=2"]
+    assert main([w.replace("name=run", "name=copy") for w in words] + how) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "was written with" in line]
+    for part in ("precision float32 (now bfloat16)", "attention sdpa (now eager)", "threads 1"):
+        assert len(told) == 1 and part in told[0]
+
+
+def test_rows_of_the_log_that_lost_their_numbers_are_left_out(stopped):
+    words, run = stopped
+    log = run / "metrics.jsonl"
+    rows = log.read_text().splitlines()
+    rows[-5:-3] = ['{"update": 56}', '{"update": 57, "loss": 5.0, "tokens": null}']
+    log.write_text("\n".join(rows) + "\n")
+    assert main(words) == 0 and (run / "pretrain.json").exists()
+    assert len(log.read_text().splitlines()) >= 58
+
+
+def test_two_names_of_one_folder_have_one_lock(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with lock_run(tmp_path / "run"), pytest.raises(CramError, match="at work"):
+        with lock_run(tmp_path / "link"):
+            pass

@@ -22,17 +22,17 @@ import torch
 
 from ..attention import check_attention
 from ..auto import as_before, say_memory, settle, way_of
-from ..train.checkpoint import CheckpointManager
+from ..train.checkpoint import CheckpointManager, restore
 from ..core import CramError, Stopped, fingerprint, quiet, read_json, whole, write_json
 from ..device import card_options, compile_ahead, pick_device, pick_precision
 from ..device import process_settings, uneven_batch
 from ..distributed import World, parallelise
-from ..launch import Follower, Interruptible, first_then_rest, join_world, resume
+from ..launch import Interruptible, agreed_checkpoint, first_then_rest, join_world
 from ..launch import share, wait_for_file
 from ..mlm import build_model, count_parameters, flops_per_token
 from ..text.packing import PackedCorpus
 from ..recipe import Recipe, to_dict
-from .runs import check_folder, finished, lock_run, make_folder, run_folder
+from .runs import check_folder, finished, lock_run, make_folder, run_folder, run_id
 from ..train.schedule import lr_factor
 from ..store import prepare_corpus, store_folder
 from .watch import Trackers, check_trackers
@@ -54,7 +54,7 @@ class Run:
     say: Callable = print  # told what a person should know
     corpus: PackedCorpus | None = None  # after `prepare` or `open_corpus`
     exams: list | None = None  # after `load_exams`
-    log: Log | Follower | None = None  # while it trains
+    log: Log | None = None  # of the first process, while it trains
 
     def __post_init__(self):
         if not self.world.is_first:
@@ -170,15 +170,17 @@ def _train(run):
         Interruptible(world.size > 1) as signals,
         Trackers(recipe, run.folder, run.say) as trackers,
     ):
-        same = as_before(recipe, run.folder / 'checkpoints', world)
+        found = agreed_checkpoint(run.folder / 'checkpoints', world, run.say)
+        same = as_before(recipe, found, world)
         trainer = make_trainer(same, run.corpus, world, lambda: signals.asked, run.say)
         held = heldout_batches(run.corpus, recipe.train)
-        keep, first_heldout = _open_logs(run, trainer, trackers, held)
+        keep, first_heldout = _open_logs(run, trainer, trackers, held, found)
         compile_ahead(trainer)
         try:
             _train_loop(run, trainer, held, keep)
         except Stopped:
-            keep(must=True)
+            if keep:
+                keep(must=True)
             kept = f"the checkpoint is saved in {run.folder / 'checkpoints'}."
             raise Stopped(f"Stopped at {trainer.progress():.0%} of the budget; {kept}") from None
         run.end_stage()
@@ -190,20 +192,18 @@ def _train(run):
     return summary
 
 # %% ../../nbs/library/run/run.ipynb #c983b345
-def _open_logs(run, trainer, trackers, held):
-    "Go on from the last checkpoint, if any, and open log and checkpoint manager."
-    recipe, world, identity = run.recipe, run.world, dict(corpus=run.corpus.fingerprint)
-    folder = run.folder / 'checkpoints'
-    extra = resume(folder, trainer, world, run.say, identity) or {}
-    if extra:
+def _open_logs(run, trainer, trackers, held, found):
+    "Go on from a checkpoint, if any; the first process opens log and checkpoint manager."
+    recipe, world = run.recipe, run.world
+    identity = dict(corpus=run.corpus.fingerprint, run=run_id(recipe))
+    extra = restore(found, trainer, run.say, identity) if found else {}
+    if found:
         after = f'of the budget, after {trainer.state.update} updates.'
         run.say(f"Going on at {trainer.progress():.0%} {after}")
     first = extra.get('first_heldout') or heldout_loss(trainer.model, held, trainer.precision)
-    run.log = _open_log(run, trainer, trackers) if world.is_first else None
-    rows = share(world, run.log.rows if run.log else None)
     if not world.is_first:
-        run.log = Follower(rows)
-        return run.log, first
+        return None, first
+    run.log = _open_log(run, trainer, trackers)
 
     def beside():
         known = dict(first_heldout=first, processes=world.size, recipe=to_dict(recipe))
@@ -211,7 +211,7 @@ def _open_logs(run, trainer, trackers, held):
 
     i = recipe.impl
     options = (i.keep_checkpoints, i.keep_best, run.say, beside, identity)
-    return CheckpointManager(folder, trainer, *options), first
+    return CheckpointManager(run.folder / 'checkpoints', trainer, *options), first
 
 # %% ../../nbs/library/run/run.ipynb #b3f39a3b
 def _flops(run):  # of one token, forward and backward
@@ -221,7 +221,8 @@ def _flops(run):  # of one token, forward and backward
 # %% ../../nbs/library/run/run.ipynb #57e6176e
 def _open_log(run, trainer, trackers):
     "The log, cut back to the checkpoint, and what the machine does beside it."
-    log = Log(run.folder / 'metrics.jsonl', trainer.state.update)
+    needs = ('loss', 'progress', 'elapsed', 'tokens', 'tokens_per_second')
+    log = Log(run.folder / 'metrics.jsonl', trainer.state.update, needs, run.say)
     device, processes = trainer.device, run.world.size
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else ''
     kwh = (log.rows[-1].get('energy_kwh') or 0.0) if log.rows else 0.0
@@ -254,23 +255,24 @@ def measure(
 def _train_loop(run, trainer, held, keep):
     "Drive the trainer: log each update, measure held-out loss and save now and then."
     recipe, log, saved = run.recipe, run.log, time.monotonic()
-    measured = [r['heldout'] for r in log.rows if 'heldout' in r]  # as in an unbroken run
+    measured = [r['heldout'] for r in log.rows if 'heldout' in r] if log else None
+    measured = share(run.world, measured)  # as in an unbroken run
     for row in trainer.updates():
         if row['progress'] >= recipe.train.eval_every * (len(measured) + 1) - 1e-9:
             row['heldout'] = measure(trainer, held)
             measured.append(row['heldout'])
-        if run.world.is_first:
-            row = log.meter(row, recipe.train, recipe.budget)
-        log.write(row)
-        notes = notes_of(row, measured[-1] if measured else None)
-        run.progress('pretraining', 100 * trainer.progress(), 100, **notes)
-        late = time.monotonic() - saved > recipe.impl.save_every * 60
-        if late or keep.is_best(row.get('heldout')):
-            keep(row.get('heldout'))
-            saved = time.monotonic()
+        if log:
+            row = log.write(log.meter(row, recipe.train, recipe.budget))
+            notes = notes_of(row, measured[-1] if measured else None)
+            run.progress('pretraining', 100 * trainer.progress(), 100, **notes)
+            late = time.monotonic() - saved > recipe.impl.save_every * 60
+            if late or keep.is_best(row.get('heldout')):
+                keep(row.get('heldout'))
+                saved = time.monotonic()
         if recipe.dryrun and row['update'] >= 2:
             return
-    keep()
+    if keep:
+        keep()
 
 # %% ../../nbs/library/run/run.ipynb #cad7ed13
 def _finish(run, trainer, held, first_heldout):

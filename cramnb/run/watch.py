@@ -45,18 +45,34 @@ def _line(row):
 class Log:
     "metrics.jsonl: one line per update, cut back to the checkpoint when a run goes on."
 
-    def __init__(self, path: Path, update: int = 0):  # later updates are done again
-        self.rows = read_log(path, update)
+    def __init__(
+        self,
+        path: Path,  # of metrics.jsonl
+        update: int = 0,  # later updates are done again
+        needs: tuple[str, ...] = (),  # numbers without which a row is damaged, and left out
+        say: Callable = say,  # told when a row cannot be written
+    ):
+        self.rows = read_log(path, update, needs)
         self.seen = max((r['update'] for r in read_log(path)), default=0)  # told before the cut
         with whole(path) as temporary:
             temporary.write_text(''.join(map(_line, self.rows)), encoding='utf-8')
-        self.file = path.open('a', buffering=1, encoding='utf-8')
+        self.file = path.open('ab', buffering=0)
+        self.waiting, self.told, self.say = b'', False, say  # bytes that are not on the disk yet
         self.listeners, self.meter = [], None  # called with each row; a Meter for the loop
 
     def write(self, row: dict) -> dict:
-        "Keep a row, and tell the listeners."
+        "Keep a row, and tell the listeners; where the disk is full, it is written later."
         self.rows.append(row)
-        self.file.write(_line(row))
+        self.waiting += _line(row).encode()
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
+            self.told = False
+        except OSError as error:
+            if not self.told:
+                why = f'{self.file.name} cannot be written ({error.strerror})'
+                self.say(f'{why}: the run goes on, and its rows follow when there is room.')
+            self.told = True
         for tell in self.listeners:
             tell(row)
         return row
