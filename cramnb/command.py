@@ -24,7 +24,7 @@ from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 
-from .core import CramError, LostRank, Stopped, nearest, on_signal, say
+from .core import CramError, LostRank, Stopped, nearest, on_signal, out_of_memory, say
 from .presets import PRESETS
 from .recipe import GROUPS, Recipe, compose, leaves, tiny
 from .run.runs import free_name, latest_run, list_runs, runs_table
@@ -296,10 +296,10 @@ def _ended(error, words, call):
 # %% ../nbs/engine/command.ipynb #a391162c
 def _reason(error):
     "An error in the user's words."
-    if 'out of memory' in str(error):
-        first = str(error).splitlines()[0]
-        remedy = 'give a smaller impl.microbatch_size, or a smaller model'
-        return f'The card is out of memory: {remedy}. ({first})'
+    if out_of_memory(error):
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        remedy = 'give a smaller impl.microbatch_size, a smaller model, or less text at once'
+        return f'Out of memory: {remedy}; what was finished is kept. ({first})'
     if isinstance(error, OSError) and error.filename is not None:
         return f'{error.filename}: {error.strerror}.'
     return ' '.join(str(error).split('\n'))
@@ -321,7 +321,7 @@ def main(
         return 0
     except (KeyboardInterrupt, Stopped, LostRank, CramError, OSError) as e:
         return _ended(e, words, call)
-    except RuntimeError as e:
-        if 'out of memory' not in str(e):
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
             raise
         return _ended(e, words, call)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import cramnb
 
 from cramnb.train.checkpoint import checkpoints
@@ -179,3 +180,33 @@ def test_two_names_of_one_folder_have_one_lock(tmp_path):
     with lock_run(tmp_path / "run"), pytest.raises(CramError, match="at work"):
         with lock_run(tmp_path / "link"):
             pass
+
+
+# --- too little memory
+
+
+@pytest.mark.parametrize("fits, code", [(1, 0), (0, 2)])
+def test_too_little_memory_of_a_processor_is_met_as_that_of_a_card(
+    fits, code, home, tmp_path, monkeypatch, capsys
+):
+    "Passes are halved; where not even one row fits, one line says what to do."
+    import cramnb.device
+
+    plain, passes = cramnb.device.mlm_loss, []
+
+    def loss(model, batch):
+        passes.append(len(batch.input_ids))
+        if len(passes) > 40 and passes[-1] > fits and torch.is_grad_enabled():
+            torch.empty(2**60)  # the error that torch itself raises
+        return plain(model, batch)
+
+    monkeypatch.setattr(cramnb.device, "mlm_loss", loss)
+    monkeypatch.chdir(tmp_path)
+    words = [*home, "train.max_updates=30", "impl.save_every=0.0001"]
+    assert main(["pretrain", "name=short", *words]) == code
+    out, err = capsys.readouterr()
+    assert "passes of 1 sequences" in out
+    if code:
+        (line,) = [line for line in err.splitlines() if line.startswith("cramnb: ")]
+        assert "memory" in line and "impl.microbatch_size" in line
+        assert checkpoints(tmp_path / "runs/short/checkpoints")
