@@ -14,11 +14,10 @@ def main() -> int:
 
         return main()
     except KeyboardInterrupt:
-        print("\nStopped; nothing was begun.", file=sys.stderr)
+        from .core import say
+
+        say("\nStopped; nothing was begun.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `cramnb --help | head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

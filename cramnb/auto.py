@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from .train.checkpoint import newest_sound
 from .choices import how_to_compute, machine_here
 from .core import read_json
 from .device import auto_microbatch, pick_device, pick_precision, recompute_layers
@@ -147,12 +146,11 @@ _AUTOS = 'precision attn_implementation compile_torch recompute memory microbatc
 # %% ../nbs/engine/auto.ipynb #lau0way7
 def as_before(
     recipe: Recipe,  # of the run
-    folder: Path,  # of all its checkpoints
+    checkpoint: Path | None,  # from which it goes on
     world: World,  # of any size
-) -> Recipe:  # with the values of the newest checkpoint where it says auto
+) -> Recipe:  # with the values of the checkpoint where it says auto
     "Compute as the run did before it was stopped. Nothing changes for another kind of device."
-    newest = newest_sound(folder, lambda text: None) if world.is_first else None
-    known = share(world, read_json(newest / 'state.json')['extra'] if newest else {})
+    known = read_json(checkpoint / 'state.json')['extra'] if checkpoint else {}
     if known.get('on') != pick_device(recipe.impl).type:
         return recipe
     saved = known | dict(microbatch_size=str(max(1, known['microbatch_size'] // world.size)))

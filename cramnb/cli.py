@@ -18,15 +18,14 @@ import shlex
 import signal
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
-from .core import CramError, LostRank, Stopped, nearest, say
+from .core import CramError, LostRank, Stopped, nearest, on_signal, out_of_memory, say
 from .presets import PRESETS
 from .recipe import GROUPS, Recipe, compose, leaves, tiny
 from .run.runs import free_name, latest_run, list_runs, run_folder, runs_table
@@ -319,25 +318,14 @@ def go_on(
     return f"{start} {shlex.join([verb, f'name={recipe.name}', *words])}"
 
 # %% ../nbs/library/cli.ipynb #01049328
-@contextmanager
 def terminated():
-    "SIGTERM becomes KeyboardInterrupt, as Ctrl-C does; a second one ends at once."
-    if 'WORLD_SIZE' in os.environ or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    here = os.getpid()
+    "SIGTERM and a closed terminal become KeyboardInterrupt, as Ctrl-C does."
 
-    def end(number, frame):
-        signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != here:
-            os.kill(os.getpid(), number)
+    def end():
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    numbers = [getattr(signal, n) for n in ('SIGTERM', 'SIGHUP') if hasattr(signal, n)]
+    return nullcontext() if 'WORLD_SIZE' in os.environ else on_signal(end, numbers)
 
 # %% ../nbs/library/cli.ipynb #a8cdddc4
 _WITH_WORDS = dict(
@@ -353,20 +341,12 @@ _WITH_WORDS = dict(
 # %% ../nbs/library/cli.ipynb #1832c90c
 @contextmanager
 def loading():
-    "Ctrl-C and SIGTERM wait while modules load, because torch's C code would swallow them."
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    "Signals wait while modules load, because torch's C code would swallow them."
     pressed = []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {n: signal.signal(n, lambda *_: pressed.append(True)) for n in signals}
-    try:
+    with on_signal(lambda: pressed.append(True)):
         yield
-    finally:
-        for n, handler in before.items():
-            signal.signal(n, handler or signal.SIG_DFL)
-        if pressed:
-            raise KeyboardInterrupt
+    if pressed:
+        raise KeyboardInterrupt
 
 # %% ../nbs/library/cli.ipynb #120f2081
 def _work(words, call):
@@ -422,10 +402,10 @@ def _ended(error, words, call):
 # %% ../nbs/library/cli.ipynb #a391162c
 def _reason(error):
     "An error in the user's words."
-    if 'out of memory' in str(error):
-        first = str(error).splitlines()[0]
-        remedy = 'give a smaller impl.microbatch_size, or a smaller model'
-        return f'The card is out of memory: {remedy}. ({first})'
+    if out_of_memory(error):
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        remedy = 'give a smaller impl.microbatch_size, a smaller model, or less text at once'
+        return f'Out of memory: {remedy}; what was finished is kept. ({first})'
     if isinstance(error, OSError) and error.filename is not None:
         return f'{error.filename}: {error.strerror}.'
     return ' '.join(str(error).split('\n'))
@@ -447,7 +427,7 @@ def main(
         return 0
     except (KeyboardInterrupt, Stopped, LostRank, CramError, OSError) as e:
         return _ended(e, words, call)
-    except RuntimeError as e:
-        if 'out of memory' not in str(e):
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
             raise
         return _ended(e, words, call)

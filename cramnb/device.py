@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .choices import best_device, how_to_compute, machine_here
-from .core import CramError, LostRank, Stopped
+from .core import CramError, LostRank, Stopped, out_of_memory
 from .fields import parse_memory
 from .text.masking import MaskedBatch
 from .options import Impl, Train
@@ -176,7 +176,7 @@ def _halve_passes(trainer, say, compiled) -> bool:
         return False
     size = trainer.microbatch_size = (trainer.microbatch_size + 1) // 2
     say(
-        f"The card is out of memory: going on with passes of {size} sequences. A ramp then "
+        f"Out of memory: going on with passes of {size} sequences. A ramp then "
         f"climbs in smaller stairs; impl.microbatch_size={size} starts like this."
     )
     if compiled:
@@ -194,7 +194,7 @@ def recovery(
     "Which failed updates are worth another try: too little memory, a compiler that fails."
 
     def recover(trainer, error):
-        if isinstance(error, torch.OutOfMemoryError):
+        if out_of_memory(error):
             return halve and _halve_passes(trainer, say, compiled)
         ours = isinstance(error, (CramError, Stopped, LostRank))
         blamed = compiled and isinstance(error, Exception) and not ours

@@ -15,16 +15,16 @@ import torch
 from conftest import cramnb, server
 from toy import ARCH
 
-from cramnb.train.checkpoint import checkpoints, save_checkpoint
+from cramnb.train.checkpoint import checkpoints, load_checkpoint, restore, save_checkpoint
 from cramnb.core import CramError, LostRank
 from cramnb.train.distributed import World, noticing, parallelise
 from cramnb.train.distributed import (
+    agreed_checkpoint,
     dist_env,
     first_then_rest,
     join_world,
     launcher,
     pick_backend,
-    resume,
     share,
 )
 from cramnb.text.masking import mask_tokens, microbatch_generator
@@ -308,7 +308,8 @@ def test_agreements_and_a_wait_longer_than_any_timeout(tmp_path):
 
 def _dropout(world, folder, until):
     t = make(world, dropout=True, batch_size_ramp=0.0)
-    resume(folder, t, world, lambda text: None)
+    if found := agreed_checkpoint(folder, world):
+        restore(found, t)
     for row in t.updates():
         if row["update"] == until:
             break
@@ -327,12 +328,10 @@ def test_resume_is_exact_with_dropout_although_only_the_first_has_saved(tmp_path
         parts[0]["weights"], parts[1]["weights"]
     )
     told, alone = [], make(dropout=True, batch_size_ramp=0.0)
-    resume(
-        tmp_path / "parts/checkpoints", alone, World(), told.append
-    )  # one process may go on where two have stopped
+    load_checkpoint(tmp_path / "parts/checkpoints", alone, told.append)  # one goes on for two
     assert (
         torch.equal(numbers(alone), parts[0]["weights"])
-        and "passes of 16 sequences, now 8" in told[0]
+        and "microbatch_size 16 (now 8)" in told[0]
     )
 
 

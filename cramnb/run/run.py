@@ -36,7 +36,7 @@ from .._adapters import Corpus
 from ..model.mlm import build_model
 from ..model.attention import check_attention
 from ..auto import as_before, say_memory, settle, way_of
-from ..train.checkpoint import CheckpointManager, best_checkpoint
+from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
 from ..core import CramError, Stopped, fingerprint, load_pretrained, nearest, quiet
 from ..core import read_json, say, whole, write_json, write_text
 from ..device import card_options, compile_ahead, pick_device, pick_precision
@@ -50,14 +50,14 @@ from ..options import BERT_READS, Arch, Data, Eval, Impl, Train
 from ..presets import PRESETS
 from ..recipe import GROUPS, Recipe, check, preset, to_dict
 from .runs import check_folder, finished, finished_runs, lock_run, make_folder
-from .runs import read_log, read_recipe, run_folder
+from .runs import read_log, read_recipe, run_folder, run_id
 from ..train.schedule import lr_factor
 from ..judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
 from ..judge.score import within_rules
 from ..store import store_folder
 from .watch import Trackers, check_trackers
 from ..train.distributed import Interruptible, World, first_then_rest, join_world
-from ..train.distributed import parallelise, resume, share, wait_for_file
+from ..train.distributed import agreed_checkpoint, parallelise, share, wait_for_file
 from ..train.loop import Loop, heldout_batches, heldout_loss, masked_rows, unigram_entropy
 from .watch import Bars, Log, Meter, card_uuids, notes_of, totals
 
@@ -188,13 +188,15 @@ def _meter(recipe, loop, corpus, world, rows, say):
 class _Recorder:
     "What the first process does with each row: log it, show it, and save now and then."
 
-    def __init__(self, recipe, loop, impl, corpus, world, first_heldout, progress, say):
-        folder, i, same = run_folder(recipe), recipe.impl, dict(corpus=corpus.fingerprint)
+    def __init__(self, recipe, loop, impl, corpus, world, first_heldout, identity, progress, say):
+        folder, i = run_folder(recipe), recipe.impl
+        needs = ('loss', 'progress', 'elapsed', 'tokens', 'tokens_per_second')
         self.recipe, self.loop, self.impl, self.progress = recipe, loop, impl, progress
         self.known = dict(first_heldout=first_heldout, processes=world.size, recipe=to_dict(recipe))
-        self.log = Log(folder / 'metrics.jsonl', loop.state.update)  # cut back to the checkpoint
+        # cut back to the checkpoint
+        self.log = Log(folder / 'metrics.jsonl', loop.state.update, needs, say)
         self.meter = _meter(recipe, loop, corpus, world, self.log.rows, say)
-        options = (i.keep_checkpoints, i.keep_best, say, self.beside, same)
+        options = (i.keep_checkpoints, i.keep_best, say, self.beside, identity)
         self.keep = CheckpointManager(folder / 'checkpoints', loop, *options)
         self.measured = [r['heldout'] for r in self.log.rows if 'heldout' in r]
         self.saved = time.monotonic()
@@ -255,17 +257,20 @@ def _train(recipe, model, corpus, world, progress, say):
         Interruptible(world.size > 1) as signals,
         Trackers(recipe, folder, say) as trackers,
     ):
-        same = as_before(recipe, kept, world)
+        found = agreed_checkpoint(kept, world, say)
+        same = as_before(recipe, found, world)
         loop, impl = make_loop(same, model, corpus, world, lambda: signals.asked, say)
         held = heldout_batches(corpus, recipe.train)
-        extra = resume(kept, loop, world, say, dict(corpus=corpus.fingerprint)) or {}
-        if extra:
+        identity = dict(corpus=corpus.fingerprint, run=run_id(recipe))
+        extra = restore(found, loop, say, identity) if found else {}
+        if found:
             after = f'of the budget, after {loop.state.update} updates.'
             say(f"Going on at {loop.progress():.0%} {after}")
         first = extra.get('first_heldout') or heldout_loss(loop.model, held, loop.precision)
         record = None
         if world.is_first:
-            record = _Recorder(recipe, loop, impl, corpus, world, first, progress, say)
+            shown = progress, say
+            record = _Recorder(recipe, loop, impl, corpus, world, first, identity, *shown)
             trackers.open(record.log)
         measured = share(world, len(record.measured) if record else None)  # as if never stopped
         compile_ahead(loop)

@@ -30,7 +30,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..cards import card_peak
-from ..core import whole
+from ..core import say, whole
 from ..options import Train
 from .runs import read_log
 
@@ -45,18 +45,34 @@ def _line(row):
 class Log:
     "metrics.jsonl: one line per update, cut back to the checkpoint when a run goes on."
 
-    def __init__(self, path: Path, update: int = 0):  # later updates are done again
-        self.rows = read_log(path, update)
+    def __init__(
+        self,
+        path: Path,  # of metrics.jsonl
+        update: int = 0,  # later updates are done again
+        needs: tuple[str, ...] = (),  # numbers without which a row is damaged, and left out
+        say: Callable = say,  # told when a row cannot be written
+    ):
+        self.rows = read_log(path, update, needs)
         self.seen = max((r['update'] for r in read_log(path)), default=0)  # told before the cut
         with whole(path) as temporary:
             temporary.write_text(''.join(map(_line, self.rows)), encoding='utf-8')
-        self.file = path.open('a', buffering=1, encoding='utf-8')
+        self.file = path.open('ab', buffering=0)
+        self.waiting, self.told, self.say = b'', False, say  # bytes that are not on the disk yet
         self.listeners, self.meter = [], None  # called with each row; a Meter for the loop
 
     def write(self, row: dict) -> dict:
-        "Keep a row, and tell the listeners."
+        "Keep a row, and tell the listeners; where the disk is full, it is written later."
         self.rows.append(row)
-        self.file.write(_line(row))
+        self.waiting += _line(row).encode()
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
+            self.told = False
+        except OSError as error:
+            if not self.told:
+                why = f'{self.file.name} cannot be written ({error.strerror})'
+                self.say(f'{why}: the run goes on, and its rows follow when there is room.')
+            self.told = True
         for tell in self.listeners:
             tell(row)
         return row
@@ -245,7 +261,7 @@ class Bars:
         self.close()
         self.stage, self.began, self.said = stage, self.clock(), None
         self.told = (-math.inf, -math.inf)
-        if sys.stderr.isatty():
+        if sys.stderr and sys.stderr.isatty():
             form = '{percentage:3.0f}%|{bar:18}|' if total else '{n:.0f}'
             form = f'{{desc:<23}} {form} {{elapsed}} {{postfix}}'
             self.bar = tqdm(desc=stage, total=total, bar_format=form, dynamic_ncols=True)
@@ -256,7 +272,7 @@ class Bars:
         much = f'{100 * min(share, 1):3.0f} %' if total else f'{done:.0f}' if done else ''
         parts = much, show_seconds(self.clock() - self.began), glance(notes)
         text = '  '.join(part for part in parts if part)
-        print(f'{self.stage:<23} {text}', file=sys.stderr, flush=True)
+        say(f'{self.stage:<23} {text}', file=sys.stderr)
 
     def close(self):
         "End the stage: the bar stays, or a last line is written unless it stands there already."

@@ -2,7 +2,7 @@
 
 What happens around a run of several processes: `join_world` reads what torchrun tells and meets
 the others, `first_then_rest` lets one prepare while the others wait, `share` sends a value to
-all, and `resume` goes on from a checkpoint that the first process picks.
+all, and `agreed_checkpoint` is the one from which a run goes on.
 
 Docs: https://cramnb.github.io/cramnb/library/train/distributed.html.md"""
 
@@ -10,18 +10,16 @@ Docs: https://cramnb.github.io/cramnb/library/train/distributed.html.md"""
 
 # %% auto #0
 __all__ = ['World', 'noticing', 'own_rows', 'ShareOfLoss', 'NoSyncLoss', 'ParallelLoop', 'parallelise', 'dist_env',
-           'pick_backend', 'join_world', 'share', 'first_then_rest', 'wait_for_file', 'Interruptible', 'Follower',
-           'resume', 'launcher']
+           'pick_backend', 'join_world', 'share', 'first_then_rest', 'wait_for_file', 'Interruptible',
+           'agreed_checkpoint', 'launcher']
 
 # %% ../../nbs/library/train/distributed.ipynb #64c70fa4
 import json
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .checkpoint import newest_sound, restore
-from ..core import CramError, LostRank
+from .checkpoint import newest_sound
+from ..core import CramError, LostRank, on_signal
 from ..text.masking import MaskedBatch
 from ..options import Impl
 from .schedule import microbatches
@@ -312,76 +310,42 @@ def wait_for_file(
 
 # %% ../../nbs/library/train/distributed.ipynb #97d7e482
 class Interruptible:
-    "Ctrl-C and SIGTERM raise a flag, and a pass is ended; a second one ends at once."
+    "Ctrl-C, SIGTERM and SIGHUP raise a flag, and a pass is ended; a second one ends at once."
 
     def __init__(self, torchrun: bool = False):
         self.torchrun, self.asked = torchrun, False  # torchrun may pass on the same signal twice
+        self.signals = on_signal(self.ask, once=not torchrun)
 
     def __enter__(self):
-        self.before = {}
-        if threading.current_thread() is threading.main_thread():  # Python allows it there only
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.before[number] = signal.signal(number, self.ask)
+        self.signals.__enter__()
         return self
 
-    def ask(self, number, frame):
+    def __exit__(self, *error):
+        return self.signals.__exit__(*error)
+
+    def ask(self):
+        if self.asked and time.monotonic() - self.since >= 2:
+            raise KeyboardInterrupt
         if not self.asked:
             self.asked, self.since = True, time.monotonic()
             if not self.torchrun:
-                self._once()
-        elif not self.torchrun or time.monotonic() - self.since >= 2:
-            raise KeyboardInterrupt
-
-    def _once(self):
-        for number in self.before:
-            signal.signal(number, signal.SIG_DFL)  # even where Python itself is not running
-        message = b'\nStopping after this pass, then saving. A second signal ends at once.\n'
-        os.write(2, message)  # print is not safe in a handler
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-# %% ../../nbs/library/train/distributed.ipynb #b0cd2cfc
-class Follower:
-    "Log and checkpoint manager of every process but the first: remembers, and writes nothing."
-
-    def __init__(self, rows: list[dict]):
-        self.rows = rows
-
-    def write(self, row: dict) -> dict:
-        self.rows.append(row)
-        return row
-
-    def is_best(self, heldout: float | None) -> bool:
-        return False
-
-    def __call__(self, *_, **__):
-        pass
+                message = b'\nStopping after this pass, then saving. A second signal ends at once.\n'
+                with suppress(OSError):  # nobody listens
+                    os.write(2, message)  # print is not safe in a handler
 
 # %% ../../nbs/library/train/distributed.ipynb #12b8cce7
-def resume(
+def agreed_checkpoint(
     folder: Path,  # of all checkpoints of a run, on a disk that all see
-    trainer: Loop,  # is brought to where the run was
     world: World,  # of any size
-    say: Callable = print,  # told of damage, and of another number of processes
-    identity: dict | None = None,  # of the corpus; another one is refused
-) -> dict | None:  # the extra values, or None when there is no checkpoint
-    "The first process picks the newest sound checkpoint, all read it. Raises CramError."
+    say: Callable = print,  # told of damage
+) -> Path | None:  # for `restore`; None when there is no checkpoint
+    "The first process picks the newest sound checkpoint for all. Raises CramError."
     sound = newest_sound(folder, say) if world.is_first else None
     name = share(world, sound.name if sound else None)
     if name is None:
         return None
     wait_for_file(world, folder / name / 'state.json')
-    extra = restore(folder / name, trainer, say, identity or {})
-    then = extra.get('microbatch_size', trainer.microbatch_size)
-    if then != trainer.microbatch_size:
-        say(
-            f"{name} was written with passes of {then} sequences, now {trainer.microbatch_size}: "
-            "same rows in the same order, other masks, so the rest is as good and not the same "
-            "to the last bit."
-        )
-    return extra
+    return folder / name
 
 # %% ../../nbs/library/train/distributed.ipynb #43acdb64
 def launcher() -> str:
