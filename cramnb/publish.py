@@ -136,7 +136,9 @@ def model_card(
     return f"---\n{head}\n---\n\n" + '\n\n'.join([*parts, limits]) + '\n'
 
 # %% ../nbs/engine/publish.ipynb #b0c00012
-_LOAD = 'import cramnb   # pip install cramnb: knows the architecture\n'
+_LOAD = '''import cramnb   # pip install cramnb: knows the architecture
+# LoRA: target_modules=['qkv'], for peft knows no default
+'''
 _LIMITS = """## Intended use, limits and bias
 
 Intended for research, teaching, and fine-tuning with a test of your own. It is a small model: it \

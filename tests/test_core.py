@@ -206,6 +206,8 @@ def test_the_command_answers_without_torch(words, tmp_path):
         ("import cramnb", "from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline"),
         ("from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline", "import cramnb"),
         ("import cramnb, transformers", "from transformers.pipelines import pipeline"),
+        ("import cramnb; from transformers import BertModel", "from transformers import pipeline"),
+        ("from cramnb.model.encoder import CrammedBertConfig", "from transformers import pipeline"),
     ],
 )
 def test_auto_classes_know_our_models_in_either_order(first, second, tmp_path):
@@ -239,6 +241,19 @@ print(AutoConfig.for_model('crammed_bert').model_type)"""
     assert done.returncode == 0, done.stderr
     told = "\n".join(done.stdout.splitlines()[-2:]).split()
     assert told == ["CrammedBertForMaskedLM", "2", "CrammedBertModel", "crammed_bert"]
+
+
+def test_the_front_door_opens_without_torch():
+    code = """
+import sys, inspect, cramnb
+inspect.getmodule(sys)  # looks at every module that is loaded
+print('torch' in sys.modules, cramnb.__version__ > '0')
+from transformers import AutoConfig
+print(AutoConfig.for_model('crammed_bert', vocab_size=6).vocab_size)
+print([getattr(cramnb, name).__name__ for name in cramnb._DOOR])"""
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert done.stdout.split("\n")[:2] == ["False True", "6"], done.stderr
+    assert "build_model" in done.stdout
 
 
 def test_our_class_alone_teaches_the_auto_classes():

@@ -304,7 +304,7 @@ def check_positions(
     usual = torch.arange(position_ids.shape[-1], device=position_ids.device)
     if not (position_ids == usual).all():
         instead = 'for several documents in a row, give document_ids'
-        raise ValueError(f"position_ids other than 0, 1, 2, … are not read by this model: {instead}.")
+        raise ValueError(f"position_ids other than 0, 1, 2, … are not read here: {instead}.")
 
 # %% ../../nbs/library/model/encoder.ipynb #6895ccb7
 class CrammedBertModel(CrammedBertPreTrainedModel):
