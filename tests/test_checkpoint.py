@@ -129,6 +129,23 @@ def test_the_loss_scaler_and_the_extra_values_come_back(tmp_path):
     )
 
 
+def test_averages_that_share_memory_are_saved_each_on_its_own(tmp_path):
+    "As the code table of 8-bit AdamW, which all its averages share."
+    t, table = go(trainer(optimizer="adamw"), 2), torch.arange(4.0)
+    for state in t.optimizer.state.values():
+        state["table"] = table
+    save_checkpoint(tmp_path, t)
+    load_checkpoint(tmp_path, again := trainer(optimizer="adamw"))
+    tables = [state["table"] for state in again.optimizer.state.values()]
+    assert len(tables) > 1 and all(torch.equal(one, table) for one in tables)
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_save(tmp_path):
+    (tmp_path / "update_00000007.12345.tmp").mkdir()
+    save_checkpoint(tmp_path, go(trainer(), 2))
+    assert [p.name for p in tmp_path.iterdir()] == ["update_00000002"]
+
+
 def test_nothing_is_pickled(tmp_path, monkeypatch):
     made = save_checkpoint(tmp_path, go(trainer(optimizer="adafactor"), 2))
     assert sorted(p.name for p in made.iterdir()) == [
