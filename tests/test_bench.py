@@ -7,7 +7,6 @@ import numpy as np
 import datasets
 import pytest
 import torch
-from conftest import cramnb
 
 from cramnb.bench import (
     CASES,
@@ -174,22 +173,6 @@ def test_the_number_of_threads_comes_back(tmp_path):
     before = torch.get_num_threads()
     bench(["masking", "rounds=1"], tmp_path / "bench.json", say=lambda line: None)
     assert torch.get_num_threads() == before
-
-
-def test_the_command_writes_its_figures(tmp_path):
-    done = cramnb("bench", "masking", "rounds=1", cwd=tmp_path)
-    assert done.returncode == 0 and "masking" in done.stdout and "ratio" in done.stdout, done.stderr
-    figures = json.loads((tmp_path / "bench.json").read_text())
-    assert {"device", "device_name", "versions", "commit", "date", "cases"} <= set(
-        figures
-    ) and figures["cases"][0]["rounds"] == 1
-    wrong = cramnb("bench", "nosuch", cwd=tmp_path)
-    assert (
-        wrong.returncode == 2
-        and wrong.stderr.startswith("cramnb: ")
-        and "Traceback" not in wrong.stderr
-    )
-    assert "choose from masking, loader, data" in wrong.stderr
 
 
 def test_an_arm_that_fails_is_named(tmp_path):
