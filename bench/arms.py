@@ -19,7 +19,7 @@ import torch
 from cramnb.device import keep_memory
 from cramnb.text.packing import PackedCorpus, pack
 from cramnb.recipe import compose
-from cramnb.run.run import make_trainer
+from cramnb.run.run import make_loop, new_model
 from cramnb.store import prepare_corpus
 from cramnb.text.tokenizer import encode
 from cramnb.train.loop import heldout_batches, heldout_loss, unigram_entropy
@@ -60,7 +60,7 @@ def learn(job: dict, folder: Path) -> dict:
     words = FASTEST + [f"seed={job['seed']}", f"budget={job['minutes']}m"] + job["words"]
     recipe = compose(words)
     corpus, characters = judged_by(job, recipe, corpus_of(recipe))
-    trainer = make_trainer(recipe, corpus)
+    trainer = make_loop(recipe, new_model(recipe, corpus), corpus)[0]
     trainer.clock = time.process_time
     held = heldout_batches(corpus, recipe.train)
     few, marks, curve = held[:4], list(MARKS) if job.get("curve", True) else [], []

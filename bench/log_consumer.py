@@ -23,7 +23,7 @@ from cramnb.core import quiet
 from cramnb.model.mlm import count_parameters
 from cramnb.options import Data
 from cramnb.recipe import compose
-from cramnb.run.run import make_trainer
+from cramnb.run.run import make_loop, new_model
 from cramnb.sources import documents
 from cramnb.store import prepare_corpus
 from cramnb.train.loop import heldout_batches, heldout_loss, unigram_entropy
@@ -71,7 +71,7 @@ def own_words(seconds: float) -> list[str]:
 
 def with_ours(words, corpus, seed, folder) -> dict:
     recipe = replace(compose(words), seed=seed, data=corpus.data_options)
-    trainer = make_trainer(recipe, corpus)
+    trainer = make_loop(recipe, new_model(recipe, corpus), corpus)[0]
     trainer.clock = clock
     for _ in trainer.updates():
         pass

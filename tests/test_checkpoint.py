@@ -495,12 +495,10 @@ def _recipe(texts, folder):
 
 
 def _pretrain(texts, folder, run):
-    from cramnb.run.run import Run, pretrain
+    from cramnb.run.run import Trainer, open_corpus, silent
 
     recipe = replace(_recipe(texts, folder), base_dir=str(run.parent), name=run.name)
-    this = Run(recipe, say=lambda text: None)
-    this.open_corpus()
-    pretrain(this)
+    Trainer.from_recipe(recipe, open_corpus(recipe), silent, silent).fit()
 
 
 def test_a_whole_run_killed_at_twenty_moments_is_the_unbroken_run(texts, tmp_path):
@@ -604,7 +602,7 @@ def test_with_a_wall_clock_the_budget_is_one_and_no_row_is_read_twice_or_skipped
 
 
 def _wait_for_a_signal(ready, heard):
-    from cramnb.run.run import Interruptible
+    from cramnb.train.distributed import Interruptible
 
     with Interruptible() as signals:
         ready.set()

@@ -226,7 +226,7 @@ def test_help_shows_the_way_of_the_readme(capsys):
     page = capsys.readouterr().out
     for words in ("cram", "cram data=files data.files=", "runs", "plot", "probe", "publish"):
         assert f"\n  cramnb {words}" in page
-    own = dict(plan="gpu=", plot="x=time", probe="text=", publish="push=", bench="rounds=5")
+    own = dict(plan="gpu=", plot="x=time", probe="text=", publish="push=")
     for verb, word in own.items():
         main([verb, "--help"])
         assert f"  {word}" in capsys.readouterr().out

@@ -316,26 +316,20 @@ def test_the_same_command_on_real_data(tmp_path):
     )
 
 
-class Told(list):
-    "Something of a run: who is told, and which process it is."
-
-    def __call__(self, text):
-        self.append(text)
-
-
-def pretended(words, told, **world):
+def planned(words, **world):
+    "What `say_plan` says before a run of these words."
     from types import SimpleNamespace as S
 
+    from cramnb.cram import say_plan
     from cramnb.recipe import compose
 
-    recipe = compose(words)
-    corpus = S(vocab_size=4096, rows=range(50_000))
-    world = S(**(dict(is_first=True, size=1) | world))
-    folder = Path(recipe.base_dir) / recipe.name
-    return S(recipe=recipe, corpus=corpus, world=world, folder=folder, say=told, exams=None)
+    told, corpus = [], S(vocab_size=4096, rows=range(50_000))
+    say_plan(compose(words), corpus, **world, say=told.append)
+    return told
 
 
-def measured(monkeypatch, rate=10_000.0):
+@pytest.fixture
+def measured(monkeypatch):
     "A machine that does so many tokens a second, and is not asked twice."
     import torch
 
@@ -345,102 +339,82 @@ def measured(monkeypatch, rate=10_000.0):
 
     def rate_here(*words):
         asked.append(words)
-        return rate, torch.float32, "measured with float32"
+        return 10_000.0, torch.float32, "measured with float32"
 
     monkeypatch.setattr(scaling, "rate_here", rate_here)
     return asked
 
 
 @pytest.mark.parametrize(
-    "words, world, head",
+    "words, processes, head",
     [
-        (["budget=3m"], {}, "3m00s: 1.8 million tokens, 0.28 times the corpus"),
-        (["budget=3m"], dict(size=2), "3m00s: 3.6 million tokens, 0.56 times the corpus"),
+        (["budget=3m"], 1, "3m00s: 1.8 million tokens, 0.28 times the corpus"),
+        (["budget=3m"], 2, "3m00s: 3.6 million tokens, 0.56 times the corpus"),
         (
             ["train.progress=tokens", "train.max_tokens=36000000"],
-            {},
+            1,
             "train.max_tokens=36000000, about 1 hours: 36.0 million tokens",
         ),
         (
             ["train.progress=updates", "train.max_updates=1000"],
-            {},
+            1,
             "train.max_updates=1000, about 6m50s: 4.1 million tokens",
         ),
     ],
 )
-def test_a_long_run_says_its_plan_in_three_lines(words, world, head, monkeypatch, tmp_path):
-    from cramnb.cram import say_plan
-
-    told = Told()
-    measured(monkeypatch)
-    say_plan(pretended([f"base_dir={tmp_path}", *words], told, **world))
-    assert len(told) == 3 and told[0].startswith("853,888 parameters")
-    assert "tokens a second (measured with float32)" in told[1] and told[2].startswith(head)
+def test_a_long_run_says_its_plan_in_three_lines(words, processes, head, measured, tmp_path):
+    told = planned([f"base_dir={tmp_path}", *words], processes=processes)
+    assert len(told) == 3 and told[2].startswith(head)
 
 
 @pytest.mark.parametrize(
-    "words, world",
-    [
-        (["budget=45s"], {}),
-        (["train.progress=updates", "train.max_updates=30"], {}),
-        (["budget=24"], dict(is_first=False, size=2)),
-    ],
+    "words", [["budget=45s"], ["train.progress=updates", "train.max_updates=30"]]
 )
-def test_a_short_run_and_a_second_process_measure_nothing(words, world, monkeypatch, tmp_path):
-    from cramnb.cram import say_plan
-
-    told, asked = Told(), measured(monkeypatch)
-    say_plan(pretended([f"base_dir={tmp_path}", *words], told, **world))
-    assert told == [] and asked == []
+def test_a_short_run_measures_nothing(words, measured, tmp_path):
+    assert planned([f"base_dir={tmp_path}", *words]) == [] and measured == []
 
 
-def test_a_finished_run_is_not_planned_again(monkeypatch, tmp_path):
-    from cramnb.cram import say_plan
-
-    told, asked = Told(), measured(monkeypatch)
-    run = pretended([f"base_dir={tmp_path}", "name=old", "budget=24"], told)
-    run.folder.mkdir()
-    (run.folder / "pretrain.json").write_text("{}")
-    say_plan(run)
-    assert told == [] and asked == []
+def test_a_finished_run_is_not_planned_again(measured, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/pretrain.json").write_text("{}")
+    assert planned([f"base_dir={tmp_path}", "name=old", "budget=24"]) == [] and measured == []
 
 
-def test_a_long_fine_tuning_says_its_plan_and_a_short_one_does_not(monkeypatch, tmp_path):
+def test_a_long_fine_tuning_says_its_plan_and_a_short_one_does_not(measured, tmp_path):
     from types import SimpleNamespace as S
 
     from cramnb.cram import say_exams
+    from cramnb.recipe import compose
 
-    told = Told()
-    measured(monkeypatch)
-    words = "eval.trials=5 eval.max_train_examples=0 eval.max_seq_length=128".split()
-    run = pretended([f"base_dir={tmp_path}", *words], told)
-    run.exams = [("rte", dict(train=range(2490)), ""), ("cola", dict(train=range(8551)), "")]
-    say_exams(run, S(run=tmp_path, where=tmp_path))
-    epochs = run.recipe.eval.epochs
-    tokens = 11_041 * epochs * 5 * 128
-    assert told[0].startswith("2 tasks, 5 trials of each: 11,041 examples")
-    assert "tokens a second" in told[1] and f"At most {tokens / 1e6:,.1f} million" in told[2]
+    recipe = compose("eval.trials=5 eval.max_train_examples=0 eval.max_seq_length=128".split())
+    exams = [("rte", dict(train=range(2490)), ""), ("cola", dict(train=range(8551)), "")]
+    ours, foreign = S(run=tmp_path, where=tmp_path), S(run=None, where="hf://x")
+    told = []
+    say_exams(recipe, exams, ours, told.append)
+    tokens = 11_041 * recipe.eval.epochs * 5 * 128
+    assert len(told) == 3 and f"At most {tokens / 1e6:,.1f} million" in told[2]
     told.clear()
-    say_exams(run, S(run=None, where="hf://x"))
-    assert len(told) == 3 and "not known" in told[1]
+    say_exams(recipe, exams, foreign, told.append)
+    assert len(told) == 3 and len(measured) == 1
     told.clear()
-    run.exams = [("rte", dict(train=range(50)), "")]
-    say_exams(run, S(run=tmp_path, where=tmp_path))
+    say_exams(recipe, [("rte", dict(train=range(50)), "")], ours, told.append)
     assert told == []
 
 
 def test_a_corpus_is_published_beside_itself_and_never_over_something(tmp_path, monkeypatch):
     from types import SimpleNamespace as S
 
-    from cramnb import cram
+    from cramnb import publish
+    from cramnb.cli import publish_verb
     from cramnb.core import CramError
+    from cramnb.run import run
 
     rows = S(parts=[S(shape=(7, 64))])
-    monkeypatch.setattr(cram, "load_corpus", lambda folder: S(vocab_size=1000, rows=rows))
-    monkeypatch.setattr(cram, "publish_corpus", lambda corpus, target, push: target)
-    told = Told()
-    cram.publish_verb([f"corpus={tmp_path / 'mine'}"], told)
+    monkeypatch.setattr(run.Corpus, "load", lambda folder: S(vocab_size=1000, rows=rows))
+    monkeypatch.setattr(publish, "publish_corpus", lambda corpus, target, push: target)
+    told = []
+    publish_verb([f"corpus={tmp_path / 'mine'}"], told.append)
     assert "data.vocab_size=1000 data.seq_length=64" in told[0] and "mine-hub" in told[0]
     (tmp_path / "mine-hub").mkdir()
     with pytest.raises(CramError, match="is there already"):
-        cram.publish_verb([f"corpus={tmp_path / 'mine'}"], told)
+        publish_verb([f"corpus={tmp_path / 'mine'}"], told.append)

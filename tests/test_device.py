@@ -30,11 +30,10 @@ from cramnb.device import (
     uneven_batch,
 )
 from cramnb.train.distributed import World
-from cramnb.run.run import _way
 from cramnb.options import Impl
 from cramnb.presets import PRESETS, PROVENANCE
 from cramnb.recipe import compose, from_dict, preset, tiny, to_dict
-from cramnb.run.run import Run, pretrain
+from cramnb.run.run import Trainer, _way, open_corpus, silent
 from cramnb.train.loop import mlm_loss
 from cramnb.ways import (
     MeasuredWay,
@@ -446,10 +445,10 @@ def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts,
     words += " arch.intermediate_size=64 data=files data.vocab_size=600 data.heldout=0.3"
     words += " train.batch_size=16 train.eval_rows=32 budget=2m impl.device=cpu name=way"
     places = [f"data.files={texts}", f"impl.path={tmp_path / 'corpora'}", f"base_dir={tmp_path}"]
-    this, met = Run(tiny(*words.split(), *places), say=lambda text: None), []
-    this.open_corpus()
+    recipe, met = tiny(*words.split(), *places), []
+    corpus = open_corpus(recipe)
 
-    def one_update(run, t, held, keep):
+    def one_update(recipe, t, held, measured, record):
         how = t.precision, t.model.config._attn_implementation, t.microbatch_size
         met.append((*how, t.state.elapsed))
         next(t.updates())
@@ -458,20 +457,20 @@ def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts,
     def measured(*_):
         return MeasuredWay("bfloat16", "eager", 160, 9.0)
 
-    monkeypatch.setattr("cramnb.run.run._train_loop", one_update)
+    monkeypatch.setattr("cramnb.run.run._drive", one_update)
     monkeypatch.setattr("cramnb.auto.auto_microbatch", lambda *_: 8)
     monkeypatch.setattr("cramnb.auto.fastest_way", measured)
     with pytest.raises(Stopped):
-        pretrain(this)
+        Trainer.from_recipe(recipe, corpus, silent, silent).fit()
     monkeypatch.setattr("cramnb.auto.auto_microbatch", forbidden)
     monkeypatch.setattr("cramnb.auto.fastest_way", forbidden)
     with pytest.raises(Stopped):
-        pretrain(this)
+        Trainer.from_recipe(recipe, corpus, silent, silent).fit()
     assert met[0][:3] == met[1][:3] == (torch.bfloat16, "eager", 8)
     assert 0 < met[0][3] < met[1][3]
-    named = replace(this.recipe.impl, precision="float32", attn_implementation="sdpa")
+    named = replace(recipe.impl, precision="float32", attn_implementation="sdpa")
     with pytest.raises(Stopped):
-        pretrain(replace(this, recipe=replace(this.recipe, impl=named)))
+        Trainer.from_recipe(replace(recipe, impl=named), corpus, silent, silent).fit()
     assert met[2][:3] == (torch.float32, "sdpa", 8)
 
 
@@ -488,8 +487,8 @@ def test_fine_tuning_takes_the_kernel_of_the_run(said, known, want, tmp_path):
     facts = dict(on="cpu", precision="bfloat16", attn_implementation=known)
     facts = facts if known else dict(on="cuda", attn_implementation="eager")
     (tmp_path / "pretrain.json").write_text(json.dumps(facts))
-    run = SimpleNamespace(recipe=tiny(f"impl.attn_implementation={said}"))
-    assert _way(run, SimpleNamespace(run=tmp_path), CPU)[1] == want
+    impl = tiny(f"impl.attn_implementation={said}").impl
+    assert _way(impl, SimpleNamespace(run=tmp_path), CPU)[1] == want
 
 
 @pytest.mark.parametrize(
@@ -503,11 +502,11 @@ def test_fine_tuning_takes_the_kernel_of_the_run(said, known, want, tmp_path):
 )
 def test_fine_tuning_takes_the_format_of_the_run(said, known, want, tmp_path):
     (tmp_path / "pretrain.json").write_text(json.dumps(known))
-    run = SimpleNamespace(recipe=tiny(f"impl.precision={said}"))
-    assert _way(run, SimpleNamespace(run=tmp_path), CPU)[0] == want
+    impl = tiny(f"impl.precision={said}").impl
+    assert _way(impl, SimpleNamespace(run=tmp_path), CPU)[0] == want
     for nowhere in (None, Path(tmp_path / "other")):
-        unknown = _way(run, SimpleNamespace(run=nowhere), CPU)[0]
-        assert unknown == pick_precision(run.recipe.impl, CPU)
+        unknown = _way(impl, SimpleNamespace(run=nowhere), CPU)[0]
+        assert unknown == pick_precision(impl, CPU)
 
 
 def test_float32_with_eager_attention_is_named_as_such(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from cramnb.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from cramnb.cli import main
 from cramnb.report import pretrain_table
-from cramnb.run.run import make_trainer, measure
+from cramnb.run.run import make_loop, measure, new_model
 from cramnb.train.loop import heldout_batches, mlm_loss
 from cramnb.store import prepare_corpus
 from cramnb.core import CramError
@@ -33,6 +33,10 @@ SMALL = [
     "impl.device=cpu",
 ]
 ISOLATED = "train.document_isolation=True"
+
+
+def make_trainer(recipe, corpus):
+    return make_loop(recipe, new_model(recipe, corpus), corpus)[0]
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from folders import fake_run
 from cramnb.core import CramError, write_json
 from cramnb.cli import main
 from cramnb.recipe import compose, to_dict
+from cramnb.run.run import Checkpoint, resolve_checkpoint
 from cramnb.run.runs import (
-    Checkpoint,
     check_folder,
     is_running,
     list_runs,
@@ -22,7 +22,6 @@ from cramnb.run.runs import (
     make_folder,
     read_log,
     read_recipe,
-    resolve_checkpoint,
     runs_table,
 )
 
@@ -191,9 +190,7 @@ def done(tmp_path_factory, texts):
 def test_each_form_of_a_checkpoint_is_resolved_once(done):
     folder, words = done
     run = folder / "runs/mine"
-    find = lambda value, name="mine": resolve_checkpoint(
-        compose([*words, f"name={name}", f"eval.checkpoint={value}"])
-    )
+    find = lambda value, name="mine": resolve_checkpoint(folder / "runs" / name, str(value))
     assert find("latest") == Checkpoint(run / "model", run, own=True, label="run mine, latest")
     assert find("untrained").untrained and not find("untrained").own
     best = find("best")
@@ -235,14 +232,14 @@ def test_a_hub_name_that_cannot_be_had_is_one_line(done, tmp_path, monkeypatch):
     folder, words = done
     for name in ("hf://LOCAL", "hf://", f"hf://{tmp_path / 'none'}", "hf://no/such/name-untrained"):
         with pytest.raises(CramError) as e:
-            resolve_checkpoint(compose([*words, f"eval.checkpoint={name}"]))
+            resolve_checkpoint(folder / "runs/mine", name)
         assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("name", ["hf:///nowhere", "hf://./nowhere", "hf://~/nowhere-untrained"])
 def test_a_folder_that_is_not_there_is_reported_in_our_words(done, name):
     with pytest.raises(CramError, match=f"eval.checkpoint={name}: there is no such folder"):
-        resolve_checkpoint(compose([*done[1], f"eval.checkpoint={name}"]))
+        resolve_checkpoint(done[0] / "runs/mine", name)
 
 
 # --- the whole way

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 
 from cramnb.core import CramError
-from cramnb.run.run import adopt, open_text, plot_scores
-from cramnb.run.run import score as evaluate
+from cramnb import cram
+from cramnb.cram import adopt, text_of
 from cramnb.exams import load_folder, load_tasks
 from cramnb.judge.finetune import Trial, leak, run_trial
 from cramnb.glue import TASKS
 from cramnb.recipe import preset, tiny
-from cramnb.run.run import Run
-from cramnb.run.runs import Checkpoint, make_folder
+from cramnb.run.run import Checkpoint, _check_text, plot_scores
+from cramnb.run.runs import make_folder
 from cramnb.judge.score import (
     _plan_trials,
     evaluate_checkpoint,
@@ -308,33 +308,30 @@ def test_local_tasks_are_made_of_the_text_that_the_weights_did_not_read(
     monkeypatch.chdir(tmp_path)
     first = make_folder(tiny("name=first", "data.seq_length=64"))
     (first / "pretrain.json").write_text(json.dumps(dict(corpus="the text of first")))
-    asked = Run(tiny(f"name={'second' if value == 'first' else 'first'}"))
+    asked = tiny(f"name={'second' if value == 'first' else 'first'}")
     checkpoint = Checkpoint(first / "model", Path("runs/first"), own=value == "latest")
-    run = adopt(asked, checkpoint.run)
-    assert run.recipe.data.seq_length == 64 and run.recipe.name == asked.recipe.name
-    run.corpus = SimpleNamespace(fingerprint="another text", folder=Path("corpora/another"))
+    recipe = adopt(asked, checkpoint.run)
+    assert recipe.data.seq_length == 64 and recipe.name == asked.name
+    corpus = SimpleNamespace(fingerprint="another text", folder=Path("corpora/another"))
     with pytest.raises(CramError, match="not the corpus that runs/first was trained on"):
-        evaluate(run, checkpoint)
-    run.corpus.fingerprint = "the text of first"
-    with pytest.raises((CramError, AttributeError, FileNotFoundError)) as error:
-        evaluate(run, checkpoint)  # the text is right; there are no weights here
-    assert "trained on" not in str(error.value)
+        _check_text(checkpoint, corpus, recipe.eval)
+    corpus.fingerprint = "the text of first"
+    _check_text(checkpoint, corpus, recipe.eval)
 
 
 def test_a_corpus_is_opened_only_where_it_is_needed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     opened = []
-    monkeypatch.setattr(Run, "open_corpus", lambda run: opened.append(run.recipe.eval.tasks))
-    glue = Run(tiny("name=one", "eval=GLUE_sane"))
-    open_text(glue)
+    monkeypatch.setattr(cram, "open_corpus", lambda recipe, *_: opened.append(recipe.eval.tasks))
+    glue, local = tiny("name=one", "eval=GLUE_sane"), tiny("name=one")
+    text_of(glue)
     assert not opened and not list(tmp_path.iterdir())
-    local = Run(tiny("name=one"))
-    open_text(local)
-    folder = store_folder(glue.recipe.data, Path(glue.recipe.impl.path).expanduser())
+    text_of(local)
+    folder = store_folder(glue.data, Path(glue.impl.path).expanduser())
     folder.mkdir(parents=True)
     (folder / "card.json").write_text("{}")
-    open_text(glue)
-    assert opened == [local.recipe.eval.tasks, glue.recipe.eval.tasks]
+    text_of(glue)
+    assert opened == [local.eval.tasks, glue.eval.tasks]
 
 
 def test_two_trials_meet_in_the_middle():

@@ -356,7 +356,7 @@ def arch_of(
     read = BERT_READS if kind == 'bert' else [f.name for f in fields(Arch)]
     known = {name: getattr(config, name) for name in read if hasattr(config, name)}
     if kind == 'bert':
-        known |= dict(norm_eps=config.layer_norm_eps)
+        known |= dict(norm_eps=config.layer_norm_eps, position_embedding_type='learned')
     return Arch(**known | dict(model_type=kind))
 
 # %% ../../nbs/library/run/run.ipynb #6c8ae57a

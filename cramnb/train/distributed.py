@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -225,12 +226,16 @@ def pick_backend(
     return 'nccl'
 
 # %% ../../nbs/library/train/distributed.ipynb #95922c8b
+_joined = count()  # a second run of the same processes shall not read the words of the first
+
+
 def _meet(env, backend, minutes):
     "Join the group of all processes, and a second one on the CPU for agreements."
     world = World(env['rank'], env['size'], minutes, env['local_size'])
     patience = timedelta(minutes=minutes)
     with noticing(world):
         store, rank, size = next(dist.rendezvous('env://', timeout=patience))
+        store = dist.PrefixStore(f'run-{next(_joined)}', store)
         own = dist.PrefixStore('group', store)
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=patience)
         world.group = dist.new_group(backend='gloo', timeout=patience)
