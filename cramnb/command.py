@@ -23,9 +23,10 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from .core import CramError, LostRank, Stopped, nearest, say
+from .core import CramError, LostRank, Stopped, nearest, printable, say
 from .presets import PRESETS
 from .recipe import GROUPS, Recipe, compose, leaves, tiny
 from .run.runs import free_name, latest_run, list_runs, runs_table
@@ -261,9 +262,23 @@ def load(
         if pressed:
             raise KeyboardInterrupt
 
+# %% ../nbs/engine/command.ipynb #95e3aea9
+def _check_words(words):
+    "The door for bytes that are no text, and for `~name` without such a user. Raises CramError."
+    for word in words:
+        try:
+            word.encode()
+            for part in (word, *word.partition('=')[2].split(',')):
+                Path(part.strip()).expanduser()
+        except UnicodeEncodeError:
+            raise CramError(f"{printable(word)}: this is no text in UTF-8.") from None
+        except RuntimeError:
+            raise CramError(f"{word}: there is no such home folder.") from None
+
 # %% ../nbs/engine/command.ipynb #120f2081
 def _work(words, call):
     "Do what the words ask. `call` keeps recipe and progress for whoever reports the end."
+    _check_words(words)
     verb, *rest = words
     if verb not in VERBS:
         hint = nearest(verb, VERBS)

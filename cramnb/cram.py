@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
 
 from .bench import bench
 from .cards import find_card
@@ -37,7 +37,7 @@ from .publish import publish, publish_corpus
 from .recipe import Recipe, compose
 from .report import pretrain_table, save_plot, write_report
 from .run.run import Run, dry_run, open_run, prepare, pretrain, silent
-from .run.runs import Checkpoint, finished, resolve_checkpoint, run_folder
+from .run.runs import Checkpoint, finished, resolve_checkpoint
 from .scaling import Plan, corpus_rows, describe, expected_loss, plan_here, plan_lines
 from .scaling import plan_run, show_hours
 from .judge.score import score_table
@@ -198,8 +198,14 @@ def plot_verb(words: list[str], say: Callable = say):
 def probe_verb(words: list[str], say: Callable = say):
     "Fill the blanks of a text: probe [name=RUN] text='the [MASK] of the array'."
     own, rest = split_words(words, 'text')
-    where = resolve_checkpoint(read_command(['eval', *rest])[1]).where
-    model = load_pretrained(AutoModelForMaskedLM, where)
+    recipe = read_command(['eval', *rest])[1]
+    checkpoint = resolve_checkpoint(recipe)
+    where = checkpoint.where
+    if checkpoint.untrained:
+        torch.manual_seed(recipe.seed)
+        model = AutoModelForMaskedLM.from_config(load_pretrained(AutoConfig, where))
+    else:
+        model = load_pretrained(AutoModelForMaskedLM, where)
     tokenizer = load_pretrained(AutoTokenizer, where)
     text = own.get('text', f'returns the {tokenizer.mask_token} of the array .')
     say(f'{where}: {text}')
@@ -226,6 +232,7 @@ def plan_verb(words: list[str], say: Callable = say):
 # %% ../nbs/22_cram.ipynb #22pl0003
 def _publish_corpus(folder, push):
     "Write the rows of a corpus beside it, in the layout of the hub, and say how to read them."
+    folder = folder.resolve()  # '.' has no name
     corpus, target = load_corpus(folder), folder.with_name(f'{folder.name}-hub')
     if target.exists():
         raise CramError(f"{target} is there already: move it away first.")
@@ -243,14 +250,18 @@ def publish_verb(words: list[str], say: Callable = say):
         return say(_publish_corpus(Path(own['corpus']).expanduser(), push))
     recipe = read_command(['eval', *rest])[1]
     checkpoint = resolve_checkpoint(recipe)
-    folder = checkpoint.run or run_folder(recipe)
+    folder = checkpoint.run
+    final = folder and Path(checkpoint.where).resolve() == (folder / 'model').resolve()
+    if checkpoint.untrained or not final:  # the card would hold the figures of other weights
+        value = f'eval.checkpoint={recipe.eval.checkpoint}'
+        raise CramError(f"{value}: publish writes the final weights of a run; give name=RUN.")
 
     def read(name):
         return (folder / name).read_text('utf-8') if (folder / name).exists() else ''
 
     card, scores = read('report.md').partition('## Data')[2].strip(), read('glue.md')
     form = own.get('format', 'cramnb')
-    say(f"Written: {publish(folder, form, push, card, scores, say, Path(checkpoint.where))}")
+    say(f"Written: {publish(folder, form, push, card, scores, say)}")
 
 # %% ../nbs/22_cram.ipynb #79441776
 def convert_verb(words: list[str], say: Callable = say):

@@ -66,7 +66,7 @@ def plot_runs(
     ax = figure.subplots()
     looks = cycle(product(_STYLES, _COLOURS))
     for (name, rows), (style, colour) in zip(logs.items(), looks, strict=False):
-        _draw_loss(ax, rows, key, size, colour, ls=style, label=name)
+        _draw_loss(ax, rows, key, size, colour, ls=style, label=name.replace('$', r'\$'))
     ax.set_xlabel(f'{label} ({units[size]})' if units[size] else label)
     ax.set_ylabel('loss (nats per token)')
     ax.set_title('Training loss, smoothed; dots: held-out loss')

@@ -183,6 +183,7 @@ def plot_scores(
 
     fig = Figure(figsize=(max(5, 1.1 * len(scores) + 2), 4.2), layout='constrained')
     ax = fig.subplots()
+    title = title.replace('$', r'\$')  # not a formula
     low, labels = -5.0, (f'{title}: median and trials', 'baseline')
     for i, s in enumerate(scores):
         values, where = [100 * v for v in s.values], [i - 0.25, i + 0.25]
@@ -191,7 +192,7 @@ def plot_scores(
         ax.plot(where, [100 * s.baseline] * 2, ':', lw=1.5, color='0.6', label=labels[1])
         low, labels = min(low, *values), (None, None)
     _plot_published(ax, [s.name for s in scores])
-    ax.set_xticks(range(len(scores)), [f'{s.name}\n{s.metric}' for s in scores])
+    ax.set_xticks(range(len(scores)), [f'{s.name}\n{s.metric}'.replace('$', r'\$') for s in scores])
     ax.set(ylabel='score (points)', ylim=(low, 101))
     fig.legend(frameon=False, fontsize=8, ncols=2, loc='outside upper center')
     return fig

@@ -25,7 +25,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCardData
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from .core import CramError, fingerprint, load_pretrained, nearest
-from .core import read_json, whole, write_json
+from .core import read_json, remove, whole, write_json
 from .hub import first_line, write_pretrained
 from .mlm import CrammedBertForMaskedLM
 from .original import refuse
@@ -245,6 +245,16 @@ def _check(run, form, push, source):
         }
     )
 
+# %% ../nbs/engine/publish.ipynb #5f4a42a5
+def _check_same(there, made):
+    "A folder that is there stays as it is. Raises CramError where it holds something else."
+    files = [p.relative_to(made) for p in sorted(made.rglob('*')) if p.is_file()]
+    old = [p for p in files if not (there / p).is_file()]
+    old += [p for p in files if p not in old and fingerprint(there / p) != fingerprint(made / p)]
+    remove(made)
+    problem = f"{there / old[0]} is not what publish would write" if old else ''
+    refuse({f"{problem}: nothing was changed; move {there} away first.": old})
+
 # %% ../nbs/engine/publish.ipynb #b0c00019
 def publish(
     run: Path,  # folder of a finished run
@@ -253,28 +263,27 @@ def publish(
     card: str = '',  # the data card of its corpus, Markdown
     scores: str = '',  # the table of scores, Markdown
     say: Callable = print,  # told what a person should know
-    checkpoint: Path | None = None,  # folder of the model, where it is not run/model
 ) -> Path:  # run/hub, or run/hub-bert
     "Write what the hub expects: verified weights, tokenizer, recipe, card. Raises CramError."
-    source = checkpoint or run / 'model'
+    source = run / 'model'
     _check(run, form, push, source)
     recipe, summary = read_json(run / 'recipe.json'), read_json(run / 'pretrain.json')
     glue = read_json(run / 'glue.json') if (run / 'glue.json').exists() else None
     model, tokenizer = load_whole(source)
-    if source.resolve() == (run / 'model').resolve():
-        changed = summary.get('model') not in (None, fingerprint(source / 'model.safetensors'))
-        refuse({f"{source} is not what was trained: its files have changed.": changed})
-    else:  # the scores are those of the final weights
-        glue, scores = None, ''
+    changed = summary.get('model') not in (None, fingerprint(source / 'model.safetensors'))
+    refuse({f"{source} is not what was trained: its files have changed.": changed})
     text = model_card(run.name, recipe, summary, glue, card, scores, form)
     if form == 'bert' and model.config.model_type != 'bert':
         model = to_bert(model)
     target = run / ('hub-bert' if form == 'bert' else 'hub')
-    with whole(target) as temporary:
+    made = run / f'{target.name}.new' if target.exists() else target
+    with whole(made) as temporary:
         write_pretrained(temporary, model, tokenizer)
         for part in ('arch', 'data', 'train'):
             write_json(temporary / f"{part}_budget_hours_{recipe['budget']:g}.json", recipe[part])
         (temporary / 'README.md').write_text(text, encoding='utf-8')
+    if made != target:
+        _check_same(target, made)
     if push:
         say(f"Pushed: {upload(target, push)}")
     return target

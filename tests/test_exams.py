@@ -242,7 +242,7 @@ def test_a_test_table_keeps_every_row_because_a_server_counts_them(tmp_path):
     "content, told",
     [
         (b'{"sentence": "caf\xe9", "label": 1}', "not text in UTF-8"),
-        (gzip.compress(b'{"sentence": "a", "label": 1}', mtime=0)[:-9], "damaged"),
+        (gzip.compress(b'{"sentence": "a", "label": 1}', mtime=0)[:-9], "cannot be read"),
         (b"[1]", "line 1, is no object"),
         (b'{"sentence": null, "label": 1}', "row 0: sentence holds None, not text"),
         (b'{"sentence": "a", "label": 1}\n{"label": 1}', "row 1: sentence holds None"),
@@ -566,7 +566,7 @@ HUGE = b'{"sentence": "a", "label": 1' + b"0" * 400 + b"}"
         ("jsonl", HUGE.replace(b"0" * 400, b"0" * 5000), "line 1, is not JSON"),
         ("jsonl", b"[" * 100_000, "line 1, is not JSON"),
         ("json", b"[" * 100_000 + b"]" * 100_000, "is not JSON"),
-        ("parquet", b"PAR1 this is none PAR1", "is damaged"),
+        ("parquet", b"PAR1 this is none PAR1", "cannot be read"),
         ("jsonl", '{"sentence": "a", "label": 1}'.encode("utf-16"), "iconv -f utf-16"),
     ],
 )
