@@ -158,16 +158,18 @@ def test_weights_of_eight_bits_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["probe", "text=\udcff"],
+        ["probe", "name=small", "text=the [MASK] \udcff"],
         ["runs", "base_dir=~nosuchuser/runs"],
         ["convert", "~nosuchuser", "out"],
         ["data", "data=files", "data.files=a.txt,~nosuchuser/b.txt"],
     ],
 )
-def test_words_that_name_nothing_cost_one_line(words, tmp_path, monkeypatch, capsys):
+def test_words_that_name_nothing_cost_one_line(words, run, tmp_path, monkeypatch, capsys):  # noqa: F811
+    run()
+    capsys.readouterr()
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
-    assert line(capsys) and not list(tmp_path.iterdir())
+    assert line(capsys) and [p.name for p in tmp_path.iterdir()] == ["runs"]
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp437"])
@@ -200,3 +202,16 @@ def test_a_corpus_is_published_from_inside_its_folder(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     assert main(["publish", "corpus=."]) == 2
     assert line(capsys)
+
+
+def test_a_folder_of_the_hub_brings_no_file_from_outside(tmp_path):
+    from cramnb.recipe import compose
+    from cramnb.sources import read_hub
+
+    (tmp_path / "secret.txt").write_text("secret\n")
+    (tmp_path / "set").mkdir()
+    head = "---\nconfigs:\n- config_name: default\n  data_files: ../secret.txt\n---\n"
+    (tmp_path / "set/README.md").write_text(head)
+    words = ["data=bookcorpus", f"data.hub_path={tmp_path / 'set'}", "data.hub_name="]
+    with pytest.raises(CramError, match="outside"):
+        list(read_hub(compose(words).data))
