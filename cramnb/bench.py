@@ -28,9 +28,9 @@ import torch
 
 from .core import CramError, nearest, quiet, write_json
 from .device import pick_device
-from .exams import load_tasks
+from .judge.tasks import load_tasks
 from .judge.finetune import run_trial
-from .glue import local_suite
+from .judge.tasks import local_suite
 from .text.masking import mask_tokens
 from .mlm import build_model
 from .options import Arch, Data

@@ -25,17 +25,17 @@ from .bench import bench
 from .cards import find_card
 from .command import read_command, split_words
 from .core import CramError, load_pretrained, say
-from .curves import diagnose
+from .run.report import diagnose
 from .evaluate import adopt, load_exams, open_text, score
 from .device import pick_device
-from .exams import load_tasks, task_folder
-from .glue import LOCAL, task_names
-from .hub import convert
+from .judge.tasks import load_tasks, task_folder
+from .judge.tasks import LOCAL, task_names
+from .run.hub import convert
 from .mlm import flops_per_token
 from .judge.probe import fill_blank
-from .publish import publish, publish_corpus
+from .run.hub import publish, publish_corpus
 from .recipe import Recipe, compose
-from .report import pretrain_table, save_plot, write_report
+from .run.report import pretrain_table, save_plot, write_report
 from .run.run import Run, dry_run, open_run, prepare, pretrain, silent
 from .run.runs import Checkpoint, finished, resolve_checkpoint
 from .scaling import Plan, corpus_rows, describe, expected_loss, plan_here, plan_lines

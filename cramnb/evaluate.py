@@ -21,9 +21,9 @@ import torch
 from .core import CramError, fingerprint, load_pretrained, read_json, whole, write_json
 from .core import write_text
 from .device import pick_device, pick_precision, process_settings
-from .exams import load_tasks
+from .judge.tasks import load_tasks
 from .judge.finetune import Trial
-from .glue import LOCAL, PUBLISHED, PUBLISHED_TASKS, local_suite, task_names
+from .judge.tasks import LOCAL, PUBLISHED, PUBLISHED_TASKS, local_suite, task_names
 from .options import Impl
 from .recipe import Recipe
 from .run.run import Run

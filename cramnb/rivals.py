@@ -42,11 +42,11 @@ from transformers import (
 
 from .core import CramError
 from .corpus import normalizer
-from .glue import score
+from .judge.tasks import score
 from .mlm import build_model
 from .options import Arch, Data
 from .text.packing import PackedCorpus
-from .publish import bert_names
+from .run.hub import bert_names
 from .recipe import preset
 from .steps import WAYS, Side, our_ways
 from .store import prepare_corpus

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig
 
 from cramnb.core import CramError
-from cramnb.exams import load_folder
+from cramnb.judge.tasks import load_folder
 from cramnb.judge.finetune import encode, inputs, load_classifier, predict, run_trial, similar_lengths
-from cramnb.glue import TASKS
+from cramnb.judge.tasks import TASKS
 
 
 @pytest.mark.parametrize("which", ["checkpoint", "bert"])

@@ -15,13 +15,13 @@ from test_hub import VARIANTS, ours, run, theirs, write_original  # noqa: F401
 
 from cramnb.command import main
 from cramnb.core import CramError
-from cramnb.exams import check_rows, load_folder
-from cramnb.glue import TASKS
-from cramnb.hub import convert
+from cramnb.judge.tasks import check_rows, load_folder
+from cramnb.judge.tasks import TASKS
+from cramnb.run.hub import convert
 from cramnb.run.page import LiveServer
 from cramnb.recipe import tiny
 from cramnb.run.runs import make_folder
-from cramnb.tables import own_task
+from cramnb.judge.tasks import own_task
 
 
 def line(capsys):
@@ -179,7 +179,7 @@ def test_help_on_a_terminal_without_utf8(encoding, tmp_path):
 
 
 def test_a_name_with_dollars_is_a_name_in_a_picture(tmp_path):
-    from cramnb.curves import plot_runs
+    from cramnb.run.report import plot_runs
 
     rows = [dict(update=i, elapsed=i, tokens=i, loss=2.0) for i in range(5)]
     plot_runs({r"$\frac{$": rows}).savefig(tmp_path / "plot.svg")

@@ -21,12 +21,12 @@ from transformers import (
     pipeline,
 )
 
-import cramnb.publish as publishing
+import cramnb.run.hub as publishing
 from cramnb.command import main
 from cramnb.encoder import CrammedBertConfig
-from cramnb.hub import convert
+from cramnb.run.hub import convert
 from cramnb.original import from_heads, from_original
-from cramnb.publish import publish, publish_corpus, to_bert, upload, why_not_bert
+from cramnb.run.hub import publish, publish_corpus, to_bert, upload, why_not_bert
 from cramnb.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification
 from cramnb.core import CramError
 from cramnb.recipe import compose, preset, tiny, to_dict
@@ -948,18 +948,6 @@ def test_publish_leaves_code_and_pickles_behind(run):
     assert "auto_map" not in (out / "config.json").read_text()
 
 
-def test_publish_takes_the_checkpoint_that_is_asked_for(run):
-    folder, model = run()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1)
-    model.save_pretrained(folder / "best")
-    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "best")
-    out = publish(folder, checkpoint=folder / "best")
-    got = AutoModelForMaskedLM.from_pretrained(out).eval()
-    assert torch.equal(got(IDS % 40).logits, model(IDS % 40).logits)
-
-
 def test_a_card_escapes_what_comes_from_outside(run):
     folder, _ = run()
     summary = json.loads((folder / "pretrain.json").read_text())
@@ -972,7 +960,7 @@ def test_a_card_escapes_what_comes_from_outside(run):
 @pytest.mark.parametrize("said", ["", "\n", "first\nsecond"])
 def test_errors_of_other_libraries_become_one_line(said, tmp_path, monkeypatch):
     "Some say nothing at all."
-    import cramnb.hub as hub
+    import cramnb.run.hub as hub
 
     def fail(*words, **options):
         raise OSError(said)

@@ -18,9 +18,9 @@ from scipy import stats
 from cramnb.core import CramError
 from cramnb.evaluate import adopt, open_text, plot_scores
 from cramnb.evaluate import score as evaluate
-from cramnb.exams import load_folder, load_tasks
+from cramnb.judge.tasks import load_folder, load_tasks
 from cramnb.judge.finetune import Trial, leak, run_trial
-from cramnb.glue import TASKS
+from cramnb.judge.tasks import TASKS
 from cramnb.recipe import preset, tiny
 from cramnb.run.run import Run
 from cramnb.run.runs import Checkpoint, make_folder
