@@ -244,7 +244,7 @@ def sources(
 def _tidy(state):
     "Names without what distributed training and torch.compile add, and the tied matrix once."
     eights = [k for k, v in state.items() if v.is_floating_point() and v.element_size() == 1]
-    refuse({f"The weights of {''.join(eights[:1])} are float8, which holds no model: convert them.": eights})
+    refuse({f"{''.join(eights[:1])} is float8, which is not supported.": eights})
     around, tied = ('module', '_orig_mod'), 'decoder.weight'
     out = {'.'.join(p for p in k.split('.') if p not in around): v for k, v in state.items()}
     words = out.get(_WORDS, out.get(tied))
