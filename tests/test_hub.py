@@ -30,6 +30,7 @@ from cramnb.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassificat
 from cramnb.core import CramError
 from cramnb.recipe import compose, preset, tiny, to_dict
 from cramnb.store import prepare_corpus
+from cramnb.text.tokenizer import train_tokenizer
 
 V1 = dict(
     z_loss_factor=0,
@@ -426,19 +427,19 @@ def a_line(call, *words, **options):
 # --- convert
 
 
+def vocabulary():
+    "A tokenizer of a few words."
+    data = replace(preset("data", "docstrings"), vocab_size=26)
+    return train_tokenizer(["the cat sat on the mat"] * 5, data)
+
+
 def write_original(folder, config, model, tokenizer=True):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"arch": config, "model_type": "crammedBERT"}))
-    save_file(
-        {k: v.contiguous().clone() for k, v in theirs(model, config).items()},
-        folder / "model.safetensors",
-    )
+    state = {k: v.contiguous().clone() for k, v in theirs(model, config).items()}
+    save_file(state, folder / "model.safetensors")
     if tokenizer:
-        from cramnb.text.tokenizer import train_tokenizer
-
-        train_tokenizer(
-            ["the cat sat on the mat"] * 5, replace(preset("data", "docstrings"), vocab_size=26)
-        ).save_pretrained(folder)
+        vocabulary().save_pretrained(folder)
     return folder
 
 
@@ -472,57 +473,29 @@ def run(tmp_path):
     "A finished run, as `cramnb pretrain` and `cramnb eval` leave it."
 
     def make(**changes):
-        from cramnb.text.tokenizer import train_tokenizer
-
-        recipe = tiny("name=small", "budget=24")
-        recipe = replace(
-            recipe,
-            arch=replace(
-                recipe.arch,
-                hidden_size=32,
-                num_attention_heads=2,
-                num_hidden_layers=2,
-                intermediate_size=64,
-                **changes,
-            ),
-        )
-        folder = tmp_path / "runs/small"
+        recipe, folder = tiny("name=small", "budget=24"), tmp_path / "runs/small"
+        size = dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
+        shape = replace(recipe.arch, **size, intermediate_size=64, **changes)
+        recipe = replace(recipe, arch=shape)
         torch.manual_seed(0)
-        values = {k: v for k, v in asdict(recipe.arch).items() if k != "model_type"}
+        values = {k: v for k, v in asdict(shape).items() if k != "model_type"}
         model = CrammedBertForMaskedLM(CrammedBertConfig(vocab_size=60, **values))
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.1)
         model.save_pretrained(folder / "model")
-        train_tokenizer(
-            ["the cat sat on the mat"] * 5, replace(preset("data", "docstrings"), vocab_size=26)
-        ).save_pretrained(folder / "model")
-        (folder / "recipe.json").write_text(json.dumps(to_dict(recipe)))
-        (folder / "pretrain.json").write_text(
-            json.dumps(
-                dict(
-                    device_name="a card",
-                    parameters=123,
-                    tokens=456,
-                    updates=7,
-                    heldout=2.5,
-                    unigram=6.5,
-                    torch="2",
-                )
-            )
-        )
+        vocabulary().save_pretrained(folder / "model")
+        summary = dict(device_name="a card", parameters=123, tokens=456, updates=7, torch="2")
+        scores = [dict(name="rte", metric="accuracy", median=0.6)]
+        scores += [dict(name="cola", metric="matthews", median=0.2)]
+        files = {
+            "recipe.json": to_dict(recipe),
+            "pretrain.json": summary | dict(heldout=2.5, unigram=6.5),
+            "glue.json": dict(protocol=asdict(recipe.eval), scores=scores),
+        }
+        for name, values in files.items():
+            (folder / name).write_text(json.dumps(values))
         (folder / "metrics.jsonl").write_text("")
-        (folder / "glue.json").write_text(
-            json.dumps(
-                dict(
-                    protocol=asdict(recipe.eval),
-                    scores=[
-                        dict(name="rte", metric="accuracy", median=0.6),
-                        dict(name="cola", metric="matthews", median=0.2),
-                    ],
-                )
-            )
-        )
         (folder / "glue.md").write_text("| task | score |\n|---|---|\n| rte | 60.0 |\n")
         return folder, model.eval()
 
