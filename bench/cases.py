@@ -20,9 +20,9 @@ import torch
 
 from cramnb.core import CramError, nearest, quiet, write_json
 from cramnb.device import pick_device
-from cramnb.exams import load_tasks
+from cramnb.judge.tasks import load_tasks
 from cramnb.judge.finetune import run_trial
-from cramnb.glue import local_suite
+from cramnb.judge.tasks import local_suite
 from cramnb.text.masking import mask_tokens
 from cramnb.model.mlm import build_model
 from cramnb.options import Arch, Data

@@ -39,7 +39,7 @@ from cramnb.glue import score
 from cramnb.model.mlm import build_model
 from cramnb.options import Arch, Data
 from cramnb.text.packing import PackedCorpus
-from cramnb.publish import bert_names
+from cramnb.run.hub import bert_names
 from cramnb.recipe import preset
 from .steps import WAYS, Side, our_ways
 from cramnb.store import prepare_corpus

@@ -11,16 +11,13 @@
 - `cramnb.core`: Errors with the nearest name, files written whole or not at all
 - `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
 - `cramnb.cram`: Raw text to score table: what `cramnb cram`, `pretrain`, `eval` and `data` do
-- `cramnb.curves`: Compare runs, and tell a sick one from a healthy one
 - `cramnb.device`: Device, precision, compiler and microbatch, chosen by measuring, and a second try where a card fails
-- `cramnb.exams`: GLUE's own files and the hub's, and rows that are checked before anybody trains on them
 - `cramnb.fields`: An option knows its meaning and its bounds, and a word of the command line is read by its type
 - `cramnb.files`: Texts out of text files, JSON, tables and archives, and a report of what was damaged
-- `cramnb.glue`: What GLUE asks, how its answers are counted, and a suite made from your own text
-- `cramnb.hub`: Checkpoints of the original in, ordinary Hugging Face folders out
 - `cramnb.judge.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
 - `cramnb.judge.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
 - `cramnb.judge.score`: Several seeds, the median, the spread, and why published averages differ
+- `cramnb.judge.tasks`: GLUE's exams, a suite from held-out text, and tables of one's own: their rows, and how answers are counted
 - `cramnb.memory`: What a pass keeps, counted with tensors that have a shape and no content
 - `cramnb.model.attention`: Queries meet keys, by hand or by the fastest kernel at hand
 - `cramnb.model.encoder`: Configuration, embeddings, layers and masks of crammed-BERT, as a model of transformers
@@ -31,20 +28,19 @@
 - `cramnb.options`: Collected from the chapters they belong to, in a module that loads without torch
 - `cramnb.pace`: Tokens per second, measured in a second or two before a run begins
 - `cramnb.presets`: Named recipes, collected from the chapters they belong to
-- `cramnb.publish`: A folder for the hub, with a card that says how each number was measured
 - `cramnb.ready`: Published rows and their tokenizer, fetched in parts; and rows of random tokens
 - `cramnb.recipe`: One graphics card, one day, and every choice of the run in one typed object
-- `cramnb.report`: Recipe, data, pretraining and scores on one page
 - `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory
 - `cramnb.rules`: Mistakes that only two parts of a recipe together can show, told before anything starts
+- `cramnb.run.hub`: Checkpoints of the original in; ordinary Hugging Face folders, model cards and rows out
 - `cramnb.run.page`: Loss, speed, memory and time left in a browser, without an account
+- `cramnb.run.report`: Compare runs, tell a sick one from a healthy one, and put a run on one page
 - `cramnb.run.run`: The front door: train inside a folder, go on after a kill, score, load
 - `cramnb.run.runs`: Open, lock and list
 - `cramnb.run.watch`: One line per update: loss, speed, share of the card, energy; and those who are told about it
 - `cramnb.scaling`: What fits on a card, how many tokens a day is, and what a law learnt from small runs can promise
 - `cramnb.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
 - `cramnb.store`: A corpus is built once, and named by its content
-- `cramnb.tables`: Rows from CSV, JSON, Parquet or Arrow, made into a task
 - `cramnb.text.masking`: Hide a quarter of the text, and ask for it back
 - `cramnb.text.packing`: Pack the tokens once, and read them for ever
 - `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, one merge at a time

@@ -9,6 +9,9 @@ def main() -> int:
     # Waiting threads shall sleep: spinning gains nothing on a quiet machine and costs up to
     # several times beside other jobs (LAB.md). It must stand before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):  # a terminal that knows no UTF-8 shows a mark
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         from .cli import main
 

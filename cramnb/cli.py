@@ -24,8 +24,16 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-
-from .core import CramError, LostRank, Stopped, nearest, on_signal, out_of_memory, say
+from cramnb.core import (
+    CramError,
+    LostRank,
+    Stopped,
+    nearest,
+    on_signal,
+    out_of_memory,
+    say,
+    printable,
+)
 from .presets import PRESETS
 from .recipe import GROUPS, Recipe, compose, leaves, tiny
 from .run.runs import free_name, latest_run, list_runs, run_folder, runs_table
@@ -211,8 +219,8 @@ def plot_verb(words: list[str], say: Callable = say):
     names = [w for w in rest if '=' not in w]
     base = compose([w for w in rest if '=' in w]).base_dir
     with loading():
-        from cramnb.curves import diagnose
-        from cramnb.report import save_plot
+        from cramnb.run.report import diagnose
+        from cramnb.run.report import save_plot
     path, logs = save_plot(base, names, **own)
     for name, rows in logs.items():
         for sign in diagnose(rows):
@@ -260,8 +268,9 @@ def plan_verb(words: list[str], say: Callable = say):
 def _publish_corpus(folder, push):
     "Write the rows of a corpus beside it, in the layout of the hub, and say how to read them."
     with loading():
-        from cramnb.publish import publish_corpus
+        from cramnb.run.hub import publish_corpus
         from cramnb.run.run import Corpus
+    folder = folder.resolve()  # '.' has no name
     corpus, target = Corpus.load(folder), folder.with_name(f'{folder.name}-hub')
     if target.exists():
         raise CramError(f"{target} is there already: move it away first.")
@@ -279,17 +288,21 @@ def publish_verb(words: list[str], say: Callable = say):
         return say(_publish_corpus(Path(own['corpus']).expanduser(), push))
     recipe = read_command(['eval', *rest])[1]
     with loading():
-        from cramnb.publish import publish
+        from cramnb.run.hub import publish
         from cramnb.run.run import resolve_checkpoint
     checkpoint = resolve_checkpoint(run_folder(recipe), recipe.eval.checkpoint)
-    folder = checkpoint.run or run_folder(recipe)
+    folder = checkpoint.run
+    final = folder and Path(checkpoint.where).resolve() == (folder / 'model').resolve()
+    if checkpoint.untrained or not final:  # the card would hold the figures of other weights
+        value = f'eval.checkpoint={recipe.eval.checkpoint}'
+        raise CramError(f"{value}: publish writes the final weights of a run; give name=RUN.")
 
     def read(name):
         return (folder / name).read_text('utf-8') if (folder / name).exists() else ''
 
     card, scores = read('report.md').partition('## Data')[2].strip(), read('glue.md')
     form = own.get('format', 'cramnb')
-    say(f"Written: {publish(folder, form, push, card, scores, say, Path(checkpoint.where))}")
+    say(f"Written: {publish(folder, form, push, card, scores, say)}")
 
 # %% ../nbs/library/cli.ipynb #8033d0e3
 def convert_verb(words: list[str], say: Callable = say):
@@ -298,7 +311,7 @@ def convert_verb(words: list[str], say: Callable = say):
         example = 'cramnb convert JonasGeiping/crammed-bert crammed-bert'
         raise CramError(f"usage: cramnb convert SOURCE TARGET, for example: {example}.")
     with loading():
-        from cramnb.hub import convert
+        from cramnb.run.hub import convert
     folder = convert(*words, say=say)
     say(f"Written: {folder}. Load it with `import cramnb` and transformers' Auto classes.")
 
@@ -338,6 +351,19 @@ _WITH_WORDS = dict(
     convert=convert_verb,
 )
 
+# %% ../nbs/library/cli.ipynb #95e3aea9
+def _check_words(words):
+    "The door for bytes that are no text, and for `~name` without such a user. Raises CramError."
+    for word in words:
+        try:
+            word.encode()
+            for part in (word, *word.partition('=')[2].split(',')):
+                Path(part.strip()).expanduser()
+        except UnicodeEncodeError:
+            raise CramError(f"{printable(word)}: this is no text in UTF-8.") from None
+        except RuntimeError:
+            raise CramError(f"{word}: there is no such home folder.") from None
+
 # %% ../nbs/library/cli.ipynb #1832c90c
 @contextmanager
 def loading():
@@ -351,6 +377,7 @@ def loading():
 # %% ../nbs/library/cli.ipynb #120f2081
 def _work(words, call):
     "Do what the words ask. `call` keeps recipe and progress for whoever reports the end."
+    _check_words(words)
     verb, *rest = words
     if verb not in VERBS:
         hint = nearest(verb, VERBS)

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from .core import CramError, say
 from .device import pick_device
-from .exams import load_tasks, task_folder
-from .glue import LOCAL, task_names
+from .judge.tasks import load_tasks, task_folder
+from .judge.tasks import LOCAL, task_names
 from .model.mlm import flops_per_token
 from .options import Impl
 from .recipe import Recipe
-from .report import pretrain_table, write_report
+from .run.report import pretrain_table, write_report
 from .run.run import Checkpoint, Corpus, Trainer, check_run, dry_run, evaluate, load_exams
 from .run.run import open_corpus, open_together, resolve_checkpoint, silent, wants_local
 from .run.runs import finished, read_recipe, run_folder

@@ -34,6 +34,18 @@ AGAIN = 'The same command reads the set again from its first record: nothing of 
 EARLY = 16_000_000  # characters to read at most before what is held out is decided anew
 _PART = 'source hub_path hub_name hub_split hub_revision text_key keep_rows join_rows'.split()
 
+# %% ../nbs/engine/sources.ipynb #f4df5844
+def _check_parts(
+    folder: Path,  # a data set in the hub's layout
+):
+    "The card of a folder may name the files that lie in it, and no others. Raises CramError."
+    from huggingface_hub import metadata_load
+
+    card = folder / 'README.md'
+    named = str((metadata_load(card) or {}).get('configs') if card.is_file() else '')
+    if re.search(r"\.\./|'[/~]|://", named):
+        raise CramError(f"{card} names files outside its folder")
+
 # %% ../nbs/engine/sources.ipynb #e9643ad6
 def open_hub(
     data: Data,  # reads hub_path, hub_name, hub_split, hub_revision
@@ -42,6 +54,7 @@ def open_hub(
     "Open a data set as a stream; where a set is a script, take the hub's own conversion of it."
     from datasets import load_dataset
 
+    _check_parts(Path(data.hub_path))
     common = dict(split=data.hub_split, streaming=True, revision=data.hub_revision or None)
     try:
         return load_dataset(data.hub_path, data.hub_name or None, **common)

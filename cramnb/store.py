@@ -152,6 +152,7 @@ def data_card(card: dict) -> str:  # Markdown, with the metadata that the hub re
     "What the corpus is made of, and what was dropped on the way."
     known = card['data'] | card['counts'] | card
     where = known['mix'] or known['files'] or known['hub_path'] or known['source']
+    where = escape(printable(where), quote=False)
     lines = [_HEAD.format(where=where, **known)]
     lines += [f'- {notice}' for notice in card['notices']]
     if 'documents' not in known:

@@ -11,7 +11,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from cramnb.corpus import docstrings
-from cramnb.glue import TASKS
+from cramnb.judge.tasks import TASKS
 from cramnb.model.mlm import build_model
 from cramnb.recipe import preset
 from cramnb.text.tokenizer import train_tokenizer

@@ -13,7 +13,7 @@ from cramnb.consumer import learn_wordpiece
 from cramnb.cli import main
 from cramnb.core import quiet
 from cramnb.corpus import docstrings
-from cramnb.glue import PUBLISHED_TASKS
+from cramnb.judge.tasks import PUBLISHED_TASKS
 from cramnb.recipe import preset
 from cramnb.book.show import read_data
 

@@ -404,7 +404,7 @@ def test_a_long_fine_tuning_says_its_plan_and_a_short_one_does_not(measured, tmp
 def test_a_corpus_is_published_beside_itself_and_never_over_something(tmp_path, monkeypatch):
     from types import SimpleNamespace as S
 
-    from cramnb import publish
+    from cramnb.run import hub as publish
     from cramnb.cli import publish_verb
     from cramnb.core import CramError
     from cramnb.run import run

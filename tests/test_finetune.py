@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig
 
 from cramnb.core import CramError
-from cramnb.exams import load_folder
+from cramnb.judge.tasks import load_folder, TASKS
 from cramnb.judge.finetune import (
     encode,
     inputs,
@@ -23,7 +23,6 @@ from cramnb.judge.finetune import (
     run_trial,
     similar_lengths,
 )
-from cramnb.glue import TASKS
 
 
 @pytest.mark.parametrize("which", ["checkpoint", "bert"])

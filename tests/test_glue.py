@@ -8,8 +8,8 @@ from scipy import stats
 from sklearn import metrics as sk
 
 from cramnb.core import CramError
-from cramnb.exams import load_tasks
-from cramnb.glue import LOCAL, METRICS, TASKS, GlueMetric, baseline, local_suite, score, task_names
+from cramnb.judge.tasks import LOCAL, METRICS, TASKS, baseline, load_tasks, local_suite, score
+from cramnb.judge.tasks import task_names
 from cramnb.recipe import preset
 
 
@@ -80,14 +80,6 @@ def test_metrics_equal_sklearn_and_scipy():
             assert abs(score(name, p, r) - value) < 1e-12
         for name, f in dict(pearson=stats.pearsonr, spearman=stats.spearmanr).items():
             assert abs(score(name, v, w) - f(v, w)[0]) < 1e-12
-        got = GlueMetric(config_name="stsb").compute(predictions=v.tolist(), references=w.tolist())
-        assert (
-            abs(got["pearson"] - stats.pearsonr(v, w)[0]) < 1e-12
-            and abs(got["spearman"] - stats.spearmanr(v, w)[0]) < 1e-12
-        )
-    assert GlueMetric(config_name="mrpc").compute(predictions=[1, 0], references=[1, 1]) == dict(
-        accuracy=0.5, f1=pytest.approx(2 / 3)
-    )
 
 
 def test_few_long_documents_make_a_suite_too():

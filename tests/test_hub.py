@@ -17,20 +17,19 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     pipeline,
 )
 
-import cramnb.publish as publishing
+import cramnb.run.hub as publishing
 from cramnb.cli import main
 from cramnb.model.encoder import CrammedBertConfig
-from cramnb.hub import convert
-from cramnb.model.original import from_heads, from_original
-from cramnb.publish import publish, publish_corpus, to_bert, upload, why_not_bert
+from cramnb.run.hub import convert, publish, publish_corpus, to_bert, upload, why_not_bert
+from cramnb.model.original import from_original
 from cramnb.model.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification
 from cramnb.core import CramError
 from cramnb.recipe import compose, preset, tiny, to_dict
 from cramnb.store import prepare_corpus
+from cramnb.text.tokenizer import train_tokenizer
 
 V1 = dict(
     z_loss_factor=0,
@@ -140,86 +139,78 @@ def to_heads(qkv, heads):
     return qkv.view(3, heads, -1, *qkv.shape[1:]).transpose(0, 1).reshape(qkv.shape)
 
 
+NAMES = (  # ours, the original's, tried in order
+    ("model.embeddings.word_embeddings", "encoder.embedding.word_embedding"),
+    ("model.embeddings.position.scale", "encoder.embedding.pos_embedding.scale_factor"),
+    ("model.embeddings.position.table", "encoder.embedding.pos_embedding.embedding"),
+    ("model.embeddings.norm", "encoder.embedding.norm"),
+    ("model.", "encoder."),
+    ("attention_out_norm", "norm3"),
+    ("mlp_out_norm", "norm4"),
+    ("attention_norm", "norm1"),
+    ("mlp_norm", "norm2"),
+    ("attention.output", "attn.dense"),
+    ("mlp.input", "ffn.dense_in"),
+    ("mlp.output", "ffn.dense_out"),
+    ("classifier.dense", "pooler.dense"),
+    ("classifier.out", "head"),
+)
+
+
+def named(name, config):
+    "One of our names as the original spells it."
+    head = "prediction_head" if config["skip_head_transform"] else "prediction_head.dense"
+    if name.startswith("head."):
+        return name.replace("head.dense", head).replace("head.norm", "prediction_head.norm", 1)
+    for ours, theirs in NAMES:
+        name = name.replace(ours, theirs)
+    rms = config["norm"] == "RMSNorm" and "norm" in name
+    return name.replace(".weight", ".learnable_scale") if rms else name
+
+
+PACKED = {
+    "self-attention": "query_key_value",
+    "pytorch": "attn.in_proj",
+    "flash-attention-impl": "flash_mha.Wqkv",
+}
+
+
 def theirs(model, config, clobbered=False):
     "Our weights under the original's names, from its module tree, apart from the code under test."
-    kind, heads, rms, out = (
-        config["attention"]["type"],
-        config["attention"]["num_attention_heads"],
-        config["norm"] == "RMSNorm",
-        {},
-    )
+    kind, out = config["attention"]["type"], {}
     for name, p in model.named_parameters():
-        p = p.detach().clone()
-        n = name.replace(
-            "model.embeddings.word_embeddings", "encoder.embedding.word_embedding"
-        ).replace("model.embeddings.position.scale", "encoder.embedding.pos_embedding.scale_factor")
-        n = (
-            n.replace(
-                "model.embeddings.position.table", "encoder.embedding.pos_embedding.embedding"
-            )
-            .replace("model.embeddings.norm", "encoder.embedding.norm")
-            .replace("model.", "encoder.")
-        )
-        n = (
-            n.replace("attention_out_norm", "norm3")
-            .replace("mlp_out_norm", "norm4")
-            .replace("attention_norm", "norm1")
-            .replace("mlp_norm", "norm2")
-            .replace("attention.output", "attn.dense")
-        )
-        n = n.replace("mlp.input", "ffn.dense_in").replace("mlp.output", "ffn.dense_out")
-        if name.startswith("head."):
-            n = (
-                n.replace(
-                    "head.dense" if not config["skip_head_transform"] else "head.dense",
-                    "prediction_head.dense"
-                    if not config["skip_head_transform"]
-                    else "prediction_head",
-                )
-                .replace("head.norm", "prediction_head.norm")
-                .replace("prediction_prediction_", "prediction_")
-            )
-        n = n.replace("classifier.dense", "pooler.dense").replace("classifier.out", "head")
-        if rms and "norm" in n:
-            n = n.replace(".weight", ".learnable_scale")
-        if "attention.qkv" in n:
-            layer, end = n.split("attention.qkv.")
-            if kind == "huggingface":
-                out |= {
-                    f"{layer}attn.self_attention.{q}.{end}": part
-                    for q, part in zip(("query", "key", "value"), p.chunk(3))
-                }
-            elif kind == "self-attention":
-                out[f"{layer}attn.self_attention.query_key_value.{end}"] = to_heads(p, heads)
-            elif kind == "pytorch":
-                out[f"{layer}attn.self_attention.attn.in_proj_{end}"] = p
-            else:
-                out[f"{layer}attn.self_attention.flash_mha.Wqkv.{end}"] = p
+        p, name = p.detach().clone(), named(name, config)
+        layer, _, end = name.partition("attention.qkv.")
+        layer += "attn.self_attention."
+        if not end:
+            out[name] = p
+        elif kind == "huggingface":
+            parts = zip(("query", "key", "value"), p.chunk(3))
+            out |= {f"{layer}{q}.{end}": part for q, part in parts}
         else:
-            out[n] = p
+            dot = "_" if kind == "pytorch" else "."
+            packed = to_heads(p, 4) if kind == "self-attention" else p
+            out[layer + PACKED[kind] + dot + end] = packed
     for i in range(config["num_transformer_layers"]):
         layer = f"encoder.layers.{i}."
+        attention = f"{layer}attn.self_attention."
         if kind == "self-attention":
-            out[f"{layer}attn.self_attention.norm_factor"] = torch.tensor((32 // heads) ** -0.5)
+            out[f"{attention}norm_factor"] = torch.tensor(8**-0.5)
         if config["attention"]["rotary_embedding"]:
-            out[f"{layer}attn.self_attention.rotary_emb.inv_freq"] = torch.rand(4)
+            out[f"{attention}rotary_emb.inv_freq"] = torch.rand(4)
         if "layer_macro_type" in config:
             out[f"{layer}alpha"] = torch.tensor(4**0.25 if config["deepnorm_scaling"] else 1.0)
         if kind == "pytorch":
             mix = torch.randn(32, 32) / 6 if clobbered else torch.eye(32)
-            out |= {
-                f"{layer}attn.self_attention.attn.out_proj.weight": mix,
-                f"{layer}attn.self_attention.attn.out_proj.bias": torch.zeros(32),
-            }
+            out[f"{attention}attn.out_proj.weight"] = mix
+            out[f"{attention}attn.out_proj.bias"] = torch.zeros(32)
     if "layer_macro_type" in config:
         out["encoder.p"] = torch.tensor(1.0)
     if config["embedding"]["pos_embedding"] == "learned":
         out["encoder.embedding.pos_embedding.position_ids"] = torch.arange(24)[None]
-    return out | (
-        {"decoder.weight": out["encoder.embedding.word_embedding.weight"]}
-        if hasattr(model, "decoder")
-        else {}
-    )
+    if hasattr(model, "decoder"):
+        out["decoder.weight"] = out["encoder.embedding.word_embedding.weight"]
+    return out
 
 
 def ours(config, labels=0, seed=0):
@@ -360,122 +351,29 @@ def test_a_way_out_that_was_filled_with_noise_is_multiplied_in():
     )
 
 
-def test_packings_are_inverse():
-    x = torch.randn(96, 32)
-    assert torch.equal(from_heads(to_heads(x, 4), 4), x) and not torch.equal(to_heads(x, 4), x)
-
-
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (
-            lambda s: s.pop("encoder.layers.1.ffn.dense_in.weight"),
-            "1 missing: encoder.layers.1.ffn.dense_in.weight",
-        ),
-        (
-            lambda s: s.update({"encoder.layers.9.norm1.weight": torch.ones(32)}),
-            "unknown: encoder.layers.9.norm1.weight",
-        ),
-        (
-            lambda s: s.update({"encoder.final_norm.weight": torch.ones(31)}),
-            r"encoder.final_norm.weight: \(31,\), float32, expected \(32,\)",
-        ),
+        (lambda s: s.pop("encoder.layers.1.ffn.dense_in.weight"), "1 missing: .*dense_in.weight"),
+        (lambda s: s.update(odd=torch.ones(32)), "unknown: odd"),
+        (lambda s: s.update({"encoder.final_norm.weight": torch.ones(31)}), "expected .32,"),
         (lambda s: s.update({"decoder.weight": s["decoder.weight"] + 1}), "not tied"),
-        (
-            lambda s: s.update({"prediction_head.weight": torch.ones(32, 32)}),
-            "unknown: prediction_head.weight",
-        ),
-        (
-            lambda s: [
-                s.pop(k) for k in ("decoder.weight", "encoder.embedding.word_embedding.weight")
-            ],
-            "no encoder.embedding.word_embedding.weight",
-        ),
     ],
 )
-def test_weights_that_do_not_fit_are_listed(spoil, message):
+def test_weights_that_do_not_fit_are_named(spoil, message):
     config = VARIANTS["crammed-bert"]
     state = theirs(ours(config), config)
     spoil(state)
     with pytest.raises(CramError, match=message):
         from_original(config, state)
-    with pytest.raises(ValueError):
-        from_original(config, state)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("labels", [0, 3])
-def test_what_is_missing_has_the_name_it_has_in_the_file(name, labels):
-    config, fixed = (
-        VARIANTS[name],
-        (
-            "norm_factor",
-            "alpha",
-            "encoder.p",
-            "position_ids",
-            "inv_freq",
-            "out_proj",
-            "decoder.weight",
-            "word_embedding",
-        ),
-    )
-    state = theirs(ours(config, labels), config)
-    for key in state:
-        if not key.endswith(fixed) and not any(f in key for f in fixed) and key != "head.weight":
-            with pytest.raises(CramError, match="1 missing: " + key.replace(".", r"\.") + r"\."):
-                from_original(config, {k: v for k, v in state.items() if k != key})
-
-
-def test_the_part_of_attention_that_is_missing():
-    config = VARIANTS["separate queries"]
-    state = theirs(ours(config), config)
-    del state["encoder.layers.0.attn.self_attention.key.bias"]
-    with pytest.raises(
-        CramError,
-        match=r"configuration\. 1 missing: encoder\.layers\.0\.attn\.self_attention\.key\.bias\.$",
-    ):
-        from_original(config, state)
-
-
-@pytest.mark.parametrize(
-    "name, old, new",
-    [
-        ("bert-c5, flash", "flash_mha.Wqkv.", "attn.in_proj_"),
-        ("bert-c5, flash", "flash_mha.", ""),
-        ("bert-c5, pytorch", "attn.in_proj_", "in_proj_"),
-    ],
-)
-def test_the_type_of_attention_tells_the_packing_whatever_its_module_is_called(name, old, new):
+@pytest.mark.parametrize("name", ["bert-c5, flash", "bert-base"])
+def test_a_classifier_saved_with_the_head_of_pretraining(name):
     config = VARIANTS[name]
-    model = ours(config)
-    same(
-        from_original(
-            config,
-            {
-                k.replace(f"self_attention.{old}", f"self_attention.{new}"): v
-                for k, v in theirs(model, config).items()
-            },
-        ),
-        model,
-    )
-
-
-def test_a_classifier_saved_with_the_head_of_pretraining():
-    for name in ("bert-c5, flash", "bert-base"):
-        config = VARIANTS[name]
-        model = ours(config, 3)
-        same(
-            from_original(
-                config,
-                {
-                    k: v
-                    for k, v in theirs(ours(config), config).items()
-                    if k.startswith(("prediction_head", "decoder.bias"))
-                }
-                | theirs(model, config),
-            ),
-            model,
-        )
+    model, more = ours(config, 3), theirs(ours(config), config)
+    head = {k: v for k, v in more.items() if k.startswith(("prediction_head", "decoder.bias"))}
+    same(from_original(config, head | theirs(model, config)), model)
 
 
 def test_switches_that_are_off_and_keys_of_the_first_version_in_a_later_one():
@@ -489,75 +387,58 @@ def test_switches_that_are_off_and_keys_of_the_first_version_in_a_later_one():
         from_original(config | dict(something_new=1), state)
 
 
-def test_half_precision_weights_are_taken():
-    for dtype in (torch.bfloat16, torch.float16):
-        config = VARIANTS["crammed-bert"] | dict(
-            hidden_size=24, embedding=VARIANTS["crammed-bert"]["embedding"] | dict(embedding_dim=24)
-        )
-        c = CrammedBertConfig(
-            vocab_size=50,
-            hidden_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=64,
-            max_position_embeddings=24,
-        )
-        state = {
-            k: v.to(dtype) if v.is_floating_point() else v
-            for k, v in theirs(CrammedBertForMaskedLM(c), config).items()
-            if "norm_factor" not in k
-        }
-        state |= {
-            f"encoder.layers.{i}.attn.self_attention.norm_factor": torch.tensor(
-                6**-0.5, dtype=dtype
-            )
-            for i in range(2)
-        }
-        assert from_original(config, state).dtype == torch.float32
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_are_taken(dtype):
+    config = VARIANTS["crammed-bert"]
+    state = {k: v.to(dtype) for k, v in theirs(ours(config), config).items()}
+    assert from_original(config, state).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
-    "config, message",
+    "config",
     [
-        (arch(nested=dict(attention=dict(type="fourier"))), "attention.type=fourier"),
-        (arch(nonlin="ReLU"), "nonlin=ReLU"),
-        (arch(norm="ScaleNorm"), "norm=ScaleNorm"),
-        (arch(hidden_sise=3), "hidden_sise.*Did you mean 'hidden_size'"),
-        (arch(True, recurrent_layers=2), "recurrent_layers=2"),
-        (arch(nested=dict(embedding=dict(embedding_dim=16))), "factorised"),
-        (arch(nested=dict(attention=dict(sequence_op="cumsum"))), "sequence_op=cumsum"),
-        (arch(nested=dict(attention=dict(causal_attention=True))), "causal_attention=True"),
-        (arch(nested=dict(classification_head=dict(pooler="lse"))), "pooler=lse"),
-        (arch(num_transformer_layers="2"), "num_hidden_layers='2'"),
-        (arch(attention="self-attention"), "attention='self-attention'"),
-        (arch(nonlin="SiLUglu", skip_head_transform=False), "nonlin=SiLUglu stands in the head"),
-        (arch(True, norm="RMSNorm"), "length of a vector"),
-        ({k: v for k, v in arch().items() if k != "hidden_size"}, "misses hidden_size"),
-        ("crammed-bert", "not a dict"),
-        (arch(nested=dict(attention=dict(rotary_embedding="llama"))), "rotary_embedding=llama"),
+        arch(nonlin="ReLU"),
+        arch(hidden_sise=3),
+        arch(True, recurrent_layers=2),
+        arch(nested=dict(embedding=dict(embedding_dim=16))),
+        arch(nested=dict(attention=dict(causal_attention=True))),
+        arch(num_transformer_layers="2"),
+        arch(norm_eps="../../etc/passwd"),
+        arch(hidden_dropout_prob={}),
+        arch(attention="self-attention"),
+        {k: v for k, v in arch().items() if k != "hidden_size"},
+        "crammed-bert",
     ],
 )
-def test_architectures_that_cannot_be_repeated_are_named(config, message):
-    with pytest.raises(CramError, match=message):
-        from_original(config, theirs(ours(VARIANTS["crammed-bert"]), VARIANTS["crammed-bert"]))
+def test_architectures_that_cannot_be_repeated_are_refused(config):
+    known = VARIANTS["crammed-bert"]
+    a_line(from_original, config, theirs(ours(known), known))
+
+
+def a_line(call, *words, **options):
+    "The one line of the error."
+    with pytest.raises(CramError) as told:
+        call(*words, **options)
+    assert len(str(told.value).splitlines()) == 1
+    return str(told.value)
 
 
 # --- convert
 
 
+def vocabulary():
+    "A tokenizer of a few words."
+    data = replace(preset("data", "docstrings"), vocab_size=26)
+    return train_tokenizer(["the cat sat on the mat"] * 5, data)
+
+
 def write_original(folder, config, model, tokenizer=True):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"arch": config, "model_type": "crammedBERT"}))
-    save_file(
-        {k: v.contiguous().clone() for k, v in theirs(model, config).items()},
-        folder / "model.safetensors",
-    )
+    state = {k: v.contiguous().clone() for k, v in theirs(model, config).items()}
+    save_file(state, folder / "model.safetensors")
     if tokenizer:
-        from cramnb.text.tokenizer import train_tokenizer
-
-        train_tokenizer(
-            ["the cat sat on the mat"] * 5, replace(preset("data", "docstrings"), vocab_size=26)
-        ).save_pretrained(folder)
+        vocabulary().save_pretrained(folder)
     return folder
 
 
@@ -568,54 +449,19 @@ def test_convert_writes_an_ordinary_folder(name, tmp_path, capsys):
     assert main(["convert", str(source), str(tmp_path / "out")]) == 0
     again = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
     same(again.eval(), model)
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "out").mask_token_id == 4
-        and len(pipeline("fill-mask", str(tmp_path / "out"))("the [MASK] sat")) == 5
-    )
-    assert (
-        AutoModelForSequenceClassification.from_pretrained(
-            tmp_path / "out", num_labels=3
-        ).config.num_labels
-        == 3
-    )
-    assert (
-        main(["convert", str(source), str(tmp_path / "out")]) == 2
-        and "exists" in capsys.readouterr().err
-    )
-    assert (
-        main(["convert", str(tmp_path / "out"), str(tmp_path / "twice")]) == 2
-        and "already" in capsys.readouterr().err
-    )
+    assert len(pipeline("fill-mask", str(tmp_path / "out"))("the [MASK] sat")) == 5
+    kind = AutoModelForSequenceClassification
+    assert kind.from_pretrained(tmp_path / "out", num_labels=3).config.num_labels == 3
+    for words in ((source, tmp_path / "out"), (tmp_path / "out", tmp_path / "twice")):
+        assert main(["convert", *map(str, words)]) == 2
 
 
 def test_pickles_are_refused_with_a_way_out(tmp_path):
-    source = write_original(
-        tmp_path / "source",
-        VARIANTS["crammed-bert"],
-        ours(VARIANTS["crammed-bert"]),
-        tokenizer=False,
-    )
+    config = VARIANTS["crammed-bert"]
+    source = write_original(tmp_path / "source", config, ours(config), tokenizer=False)
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
-    with pytest.raises(
-        CramError, match="pytorch_model.bin.*code of its author.*refs/pr/1.*weights_only"
-    ):
-        convert(source, tmp_path / "out")
+    assert "safetensors/convert" in a_line(convert, source, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["convert"], "convert SOURCE TARGET"),
-        (["convert", "nowhere", "out"], "not a folder"),
-        (["convert", ".", "out"], "holds none of config.json"),
-    ],
-)
-def test_mistakes_of_convert_cost_one_line(words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    said = capsys.readouterr().err.strip()
-    assert message in said and len(said.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 # --- publish
@@ -626,95 +472,50 @@ def run(tmp_path):
     "A finished run, as `cramnb pretrain` and `cramnb eval` leave it."
 
     def make(**changes):
-        from cramnb.text.tokenizer import train_tokenizer
-
-        recipe = tiny("name=small", "budget=24")
-        recipe = replace(
-            recipe,
-            arch=replace(
-                recipe.arch,
-                hidden_size=32,
-                num_attention_heads=2,
-                num_hidden_layers=2,
-                intermediate_size=64,
-                **changes,
-            ),
-        )
-        folder = tmp_path / "runs/small"
+        recipe, folder = tiny("name=small", "budget=24"), tmp_path / "runs/small"
+        size = dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
+        shape = replace(recipe.arch, **size, intermediate_size=64, **changes)
+        recipe = replace(recipe, arch=shape)
         torch.manual_seed(0)
-        values = {k: v for k, v in asdict(recipe.arch).items() if k != "model_type"}
+        values = {k: v for k, v in asdict(shape).items() if k != "model_type"}
         model = CrammedBertForMaskedLM(CrammedBertConfig(vocab_size=60, **values))
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.1)
         model.save_pretrained(folder / "model")
-        train_tokenizer(
-            ["the cat sat on the mat"] * 5, replace(preset("data", "docstrings"), vocab_size=26)
-        ).save_pretrained(folder / "model")
-        (folder / "recipe.json").write_text(json.dumps(to_dict(recipe)))
-        (folder / "pretrain.json").write_text(
-            json.dumps(
-                dict(
-                    device_name="a card",
-                    parameters=123,
-                    tokens=456,
-                    updates=7,
-                    heldout=2.5,
-                    unigram=6.5,
-                    torch="2",
-                )
-            )
-        )
+        vocabulary().save_pretrained(folder / "model")
+        summary = dict(device_name="a card", parameters=123, tokens=456, updates=7, torch="2")
+        scores = [dict(name="rte", metric="accuracy", median=0.6)]
+        scores += [dict(name="cola", metric="matthews", median=0.2)]
+        files = {
+            "recipe.json": to_dict(recipe),
+            "pretrain.json": summary | dict(heldout=2.5, unigram=6.5),
+            "glue.json": dict(protocol=asdict(recipe.eval), scores=scores),
+        }
+        for name, values in files.items():
+            (folder / name).write_text(json.dumps(values))
         (folder / "metrics.jsonl").write_text("")
-        (folder / "glue.json").write_text(
-            json.dumps(
-                dict(
-                    protocol=asdict(recipe.eval),
-                    scores=[
-                        dict(name="rte", metric="accuracy", median=0.6),
-                        dict(name="cola", metric="matthews", median=0.2),
-                    ],
-                )
-            )
-        )
         (folder / "glue.md").write_text("| task | score |\n|---|---|\n| rte | 60.0 |\n")
         return folder, model.eval()
 
     return make
 
 
-def test_publish_writes_a_card_that_the_hub_reads(run, tmp_path, monkeypatch, capsys):
+def test_publish_writes_a_card_that_the_hub_reads(run, tmp_path, monkeypatch):
     folder, model = run()
     monkeypatch.chdir(tmp_path)
     assert main(["publish", "name=small"]) == 0
     out = folder / "hub"
     card = ModelCard.load(out / "README.md")
-    assert (
-        card.data.pipeline_tag == "fill-mask"
-        and card.data.library_name == "transformers"
-        and {r.metric_value for r in card.data.eval_results} == {0.6, 0.2}
-    )
-    for word in (
-        "import cramnb",
-        "456",
-        "2.500 nats",
-        "rte | 60.0",
-        "learning rate 0.001",
-        '"batch_size"',
-        "median of 1 trial",
-    ):
-        assert word in card.text, word
-    assert {
-        "arch_budget_hours_24.json",
-        "data_budget_hours_24.json",
-        "train_budget_hours_24.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "config.json",
-    } <= {p.name for p in out.iterdir()}
-    assert torch.equal(
-        AutoModelForMaskedLM.from_pretrained(out).eval()(IDS % 40).logits, model(IDS % 40).logits
-    )
+    assert card.data.pipeline_tag == "fill-mask" and card.data.library_name == "transformers"
+    assert {r.metric_value for r in card.data.eval_results} == {0.6, 0.2}
+    for fact in ("import cramnb", "456", "2.500 nats", "rte | 60.0", "0.001", "median of 1 trial"):
+        assert fact in card.text, fact
+    parts = {f"{part}_budget_hours_24.json" for part in ("arch", "data", "train")}
+    parts |= {"model.safetensors", "tokenizer.json", "config.json"}
+    assert parts <= {p.name for p in out.iterdir()}
+    again = AutoModelForMaskedLM.from_pretrained(out).eval()
+    assert torch.equal(again(IDS % 40).logits, model(IDS % 40).logits)
 
 
 BERT = dict(
@@ -826,55 +627,26 @@ def test_a_corpus_goes_to_the_hub_and_comes_back(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    "words",
     [
-        (["format=onnx"], "choose from cramnb, bert"),
-        (["push=nobody"], "me/my-bert"),
-        (["name=smal"], "Did you mean 'small'?"),
+        ["convert"],
+        ["convert", "nowhere", "out"],
+        ["convert", ".", "out"],
+        ["publish", "name=small", "format=onnx"],
+        ["publish", "name=small", "push=nobody"],
+        ["publish", "name=smal"],
     ],
 )
-def test_mistakes_of_publish_cost_one_line(words, message, run, tmp_path, monkeypatch, capsys):
-    run()
+def test_mistakes_cost_one_line(words, run, tmp_path, monkeypatch, capsys):
+    folder, _ = run()
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
-    assert main(["publish", "name=small", *words]) == 2
-    said = capsys.readouterr().err.strip()
-    assert message in said and len(said.splitlines()) == 1
+    assert main(words) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert not list(folder.glob("hub*")) and not (tmp_path / "out").exists()
 
 
 # --- hostile folders: one line, nothing written
-
-
-def a_line(call, *words, **options):
-    "The one line of the error."
-    with pytest.raises(CramError) as told:
-        call(*words, **options)
-    assert len(str(told.value).splitlines()) == 1
-    return str(told.value)
-
-
-CONFIGS = {
-    "architectures": dict(architectures=-1, hidden_sise=3),
-    "whole numbers": dict(hidden_size=2.5),
-    "padding": dict(nested=dict(embedding=dict(pad_token_id=2.5))),
-    "a path": dict(norm_eps="../../etc/passwd"),
-    "below zero": dict(norm_eps=-1),
-    "a dict": dict(hidden_dropout_prob={}),
-    "dropout": dict(hidden_dropout_prob=2),
-    "a switch": dict(use_bias="yes"),
-    "heads": dict(nested=dict(attention=dict(num_attention_heads=True))),
-}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_hostile_configuration_costs_one_line(name, tmp_path):
-    changes = dict(CONFIGS[name])
-    spoilt = arch(**changes)
-    model = ours(VARIANTS["crammed-bert"])
-    source = write_original(tmp_path / "source", VARIANTS["crammed-bert"], model, tokenizer=False)
-    (source / "config.json").write_text(json.dumps({"arch": spoilt, "model_type": "crammedBERT"}))
-    a_line(convert, source, tmp_path / "out", say=print)
-    assert not list(tmp_path.glob("out*"))
 
 
 WEIGHTS = {
@@ -887,9 +659,8 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("kind", ["crammed-bert", "separate queries", "bert-c5, pytorch"])
-def test_hostile_weights_cost_one_line(name, kind, tmp_path):
-    config = VARIANTS[kind]
+def test_hostile_weights_cost_one_line(name, tmp_path):
+    config = VARIANTS["bert-c5, pytorch"]
     source = write_original(tmp_path / "source", config, ours(config), tokenizer=False)
     state = WEIGHTS[name](theirs(ours(config), config))
     save_file({k: v.contiguous().clone() for k, v in state.items()}, source / "model.safetensors")
@@ -897,41 +668,27 @@ def test_hostile_weights_cost_one_line(name, kind, tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize(
-    "index", [[], {"weight_map": {"a": 3}}, {"weight_map": 7}, {"weight_map": {"a": "../x"}}, {}]
-)
+@pytest.mark.parametrize("index", [[], {"weight_map": {"a": 3}}, {"weight_map": {"a": "../x"}}])
 def test_a_hostile_index_costs_one_line(index, tmp_path):
-    source = write_original(
-        tmp_path / "source", VARIANTS["crammed-bert"], ours(VARIANTS["crammed-bert"])
-    )
+    config = VARIANTS["crammed-bert"]
+    source = write_original(tmp_path / "source", config, ours(config))
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    told = a_line(convert, source, tmp_path / "out")
-    assert "index.json is damaged" in told or "no sound weights" in told
+    a_line(convert, source, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "damage", ["gone", "cut", "key gone", "nan", "tokenizer empty", "config", "recipe", "pretrain"]
-)
+@pytest.mark.parametrize("damage", ["cut", "key gone", "nan", "tokenizer.json", "recipe.json"])
 def test_publish_writes_only_what_it_has_loaded(damage, run):
     folder, _ = run()
     weights = folder / "model/model.safetensors"
     state = load_file(weights)
-    if damage == "gone":
-        weights.unlink()
-    elif damage == "cut":
+    if damage == "cut":
         weights.write_bytes(weights.read_bytes()[:-64])
     elif damage == "key gone":
         save_file(dict(list(state.items())[1:]), weights, metadata={"format": "pt"})
     elif damage == "nan":
         save_file({k: v / 0 * 0 for k, v in state.items()}, weights, metadata={"format": "pt"})
-    elif damage == "tokenizer empty":
-        (folder / "model/tokenizer.json").write_text("{}")
-    elif damage == "config":
-        (folder / "model/config.json").write_text("[]")
-    elif damage == "recipe":
-        (folder / "recipe.json").write_text('{"train": null}')
     else:
-        (folder / "pretrain.json").write_text("[]")
+        next(folder.rglob(damage)).write_text('{"train": null}')
     a_line(publish, folder)
     assert not list(folder.glob("hub*"))
 
@@ -948,18 +705,6 @@ def test_publish_leaves_code_and_pickles_behind(run):
     assert "auto_map" not in (out / "config.json").read_text()
 
 
-def test_publish_takes_the_checkpoint_that_is_asked_for(run):
-    folder, model = run()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1)
-    model.save_pretrained(folder / "best")
-    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "best")
-    out = publish(folder, checkpoint=folder / "best")
-    got = AutoModelForMaskedLM.from_pretrained(out).eval()
-    assert torch.equal(got(IDS % 40).logits, model(IDS % 40).logits)
-
-
 def test_a_card_escapes_what_comes_from_outside(run):
     folder, _ = run()
     summary = json.loads((folder / "pretrain.json").read_text())
@@ -969,26 +714,16 @@ def test_a_card_escapes_what_comes_from_outside(run):
     assert "<script>" not in (publish(folder) / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("said", ["", "\n", "first\nsecond"])
-def test_errors_of_other_libraries_become_one_line(said, tmp_path, monkeypatch):
+def test_errors_of_other_libraries_become_one_line(tmp_path, monkeypatch):
     "Some say nothing at all."
-    import cramnb.hub as hub
 
     def fail(*words, **options):
-        raise OSError(said)
+        raise OSError("")
 
-    want = "first" if said.strip() else "OSError"
-    monkeypatch.setattr(hub, "snapshot_download", fail)
-    assert want in a_line(hub.fetch, "somebody/something")
-    monkeypatch.setattr(hub, "load_file", fail)
-    assert want in a_line(hub.read_weights, tmp_path)
+    monkeypatch.setattr(publishing, "snapshot_download", fail)
+    assert "OSError" in a_line(publishing.fetch, "somebody/something")
+    monkeypatch.setattr(publishing, "load_file", fail)
+    assert "OSError" in a_line(publishing.read_weights, tmp_path)
     api = type("Api", (), dict(whoami=lambda self: {}, create_repo=fail))
     monkeypatch.setattr(publishing, "HfApi", api)
-    assert want in a_line(upload, tmp_path, "me/small")
-
-
-def test_a_card_says_what_the_model_is_not_for(run):
-    folder, _ = run()
-    text = (publish(folder) / "README.md").read_text(encoding="utf-8")
-    for word in ("Intended use, limits and bias", "decisions about people", "at most 128 tokens"):
-        assert word in text, word
+    assert "OSError" in a_line(upload, tmp_path, "me/small")

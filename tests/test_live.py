@@ -87,7 +87,6 @@ def test_the_page_is_read_only_and_answers_local_names_only(folder):
 
 def test_each_end_of_a_run_is_shown(folder):
     assert live_data(folder)["kind"] == "died"
-    assert "cramnb pretrain name=monday" in live_data(folder)["texts"]["state"]
     with lock_run(folder):
         assert live_data(folder)["kind"] == "running"
     write_json(folder / "pretrain.json", dict(heldout=2.5))

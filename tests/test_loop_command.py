@@ -10,7 +10,7 @@ import torch
 
 from cramnb.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from cramnb.cli import main
-from cramnb.report import pretrain_table
+from cramnb.run.report import pretrain_table
 from cramnb.run.run import make_loop, measure, new_model
 from cramnb.train.loop import heldout_batches, mlm_loss
 from cramnb.store import prepare_corpus

@@ -59,7 +59,7 @@ def test_each_command_of_the_readme_is_understood_as_it_stands(words, monkeypatc
 
 def glue(folder):
     "Tiny files for the eight tasks, as GLUE has them."
-    from cramnb.glue import TASKS
+    from cramnb.judge.tasks import TASKS
 
     for name in compose(["eval=GLUE_sane"]).eval.tasks.split(","):
         task = TASKS[name]

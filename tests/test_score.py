@@ -18,9 +18,10 @@ from scipy import stats
 from cramnb.core import CramError
 from cramnb import cram
 from cramnb.cram import adopt, text_of
-from cramnb.exams import load_folder, load_tasks
+from cramnb.judge.tasks import load_folder, load_tasks
+from cramnb.run.run import adopt, plot_scores
 from cramnb.judge.finetune import Trial, leak, run_trial
-from cramnb.glue import TASKS
+from cramnb.judge.tasks import TASKS
 from cramnb.recipe import preset, tiny
 from cramnb.run.run import Checkpoint, _check_text, plot_scores
 from cramnb.run.runs import make_folder

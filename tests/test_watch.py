@@ -18,14 +18,14 @@ from conftest import cramnb
 from folders import fake_run
 
 from cramnb.run import watch as trackers_module
-from cramnb import report
 from cramnb.run import watch
 from cramnb.core import CramError
 from cramnb.cards import card_peak
 from cramnb.cli import main
-from cramnb.curves import LiveChart, diagnose, plot_runs
+from cramnb.run.report import diagnose, plot_runs
 from cramnb.recipe import compose
-from cramnb.report import save_plot
+from cramnb.run import report
+from cramnb.run.report import save_plot
 from cramnb.run.runs import read_log, smooth
 from cramnb.run.watch import Trackers, check_trackers
 from cramnb.run.watch import CLOCKED, Bars, Energy, Log, Meter, memory_gb, seconds_left
@@ -521,24 +521,6 @@ def test_a_bar_on_a_terminal(monkeypatch):
         "loss 2.00" in screen.getvalue()
         and "12,345 tokens/s" in screen.getvalue()
         and "\r" in screen.getvalue()
-    )
-
-
-def test_the_live_chart_draws_now_and_then_and_leaves_a_picture(monkeypatch):
-    import IPython.display
-
-    now, shown = [0.0], []
-    handle = types.SimpleNamespace(update=shown.append)
-    monkeypatch.setattr(
-        IPython.display, "display", lambda picture, display_id: shown.append(picture) or handle
-    )
-    chart = LiveChart(clock=lambda: now[0])
-    for n in range(100):
-        now[0] = n / 10
-        chart("pretraining", n + 1, 100, loss=5.0 - n / 100, heldout=5.1)
-    assert 5 <= len(shown) <= 7 and all(picture.data[:4] == b"\x89PNG" for picture in shown)
-    assert chart.drawn == now[0] and "loss 4.01, held-out 5.10" in chart.text, (
-        "the last update is in the picture that stays"
     )
 
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrai
 from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding
 
 from ..core import CramError, load_pretrained, quiet, whole
-from ..glue import Task, baseline, score
+from .tasks import Task, baseline, score
 from ..train.optim import decay_groups, set_lr
 from ..options import Eval
 from ..train.schedule import lr_factor

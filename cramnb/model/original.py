@@ -243,6 +243,8 @@ def sources(
 # %% ../../nbs/library/model/original.ipynb #b0b0002e
 def _tidy(state):
     "Names without what distributed training and torch.compile add, and the tied matrix once."
+    eights = [k for k, v in state.items() if v.is_floating_point() and v.element_size() == 1]
+    refuse({f"{''.join(eights[:1])} is float8, which is not supported.": eights})
     around, tied = ('module', '_orig_mod'), 'decoder.weight'
     out = {'.'.join(p for p in k.split('.') if p not in around): v for k, v in state.items()}
     words = out.get(_WORDS, out.get(tied))

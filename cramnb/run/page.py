@@ -69,8 +69,7 @@ def _kind(
         late = f'; no new update for {show_seconds(silent)}' if silent > _SLOW else ''
         return 'running', state + late
     if state.startswith('unfinished'):
-        again = f"`cramnb pretrain name={run['name']}` goes on"
-        return 'died', f'{state}: its process has ended. {again}'
+        return 'died', f'{state}: its process has ended. The command that began it goes on'
     return ('damaged' if state.startswith('damaged') else 'ended'), state
 
 # %% ../../nbs/library/run/page.ipynb #f14aa016
@@ -205,6 +204,8 @@ def _told(folder):
 # %% ../../nbs/library/run/page.ipynb #f14aa033
 class _Handler(BaseHTTPRequestHandler):
     "Answers two questions, the page and its data, and takes nothing."
+
+    timeout = 10  # seconds: whoever connects and asks nothing must not hold a thread
 
     def do_GET(self):
         asked = self.headers.get('Host', '').rsplit(':', 1)[0]

@@ -41,10 +41,10 @@ from ..core import CramError, Stopped, fingerprint, load_pretrained, nearest, qu
 from ..core import read_json, say, whole, write_json, write_text
 from ..device import card_options, compile_ahead, pick_device, pick_precision
 from ..device import process_settings, uneven_batch
-from ..exams import load_tasks
+from ..judge.tasks import load_tasks
 from ..fields import parse_budget
 from ..judge.finetune import Trial, load_tokenizer
-from ..glue import LOCAL, PUBLISHED, PUBLISHED_TASKS, local_suite, task_names
+from ..judge.tasks import LOCAL, PUBLISHED, PUBLISHED_TASKS, local_suite, task_names
 from ..model.mlm import count_parameters, flops_per_token
 from ..options import BERT_READS, Arch, Data, Eval, Impl, Train
 from ..presets import PRESETS
@@ -469,7 +469,7 @@ class Trained:
         return f"{self.folder}: {s['updates']:,} updates, {s['tokens']:,} tokens, {loss}"
 
     def _repr_html_(self):
-        from cramnb.curves import plot_run  # brings matplotlib
+        from cramnb.run.report import plot_run  # brings matplotlib
 
         return _page(plot_run(self.rows, self.summary)) + f'<p>{html.escape(repr(self))}</p>'
 
@@ -805,6 +805,7 @@ def plot_scores(
 
     fig = Figure(figsize=(max(5, 1.1 * len(scores) + 2), 4.2), layout='constrained')
     ax = fig.subplots()
+    title = title.replace('$', r'\$')  # not a formula
     low, labels = -5.0, (f'{title}: median and trials', 'baseline')
     for i, s in enumerate(scores):
         values, where = [100 * v for v in s.values], [i - 0.25, i + 0.25]
@@ -813,7 +814,7 @@ def plot_scores(
         ax.plot(where, [100 * s.baseline] * 2, ':', lw=1.5, color='0.6', label=labels[1])
         low, labels = min(low, *values), (None, None)
     _plot_published(ax, [s.name for s in scores])
-    ax.set_xticks(range(len(scores)), [f'{s.name}\n{s.metric}' for s in scores])
+    ax.set_xticks(range(len(scores)), [f'{s.name}\n{s.metric}'.replace('$', r'\$') for s in scores])
     ax.set(ylabel='score (points)', ylim=(low, 101))
     fig.legend(frameon=False, fontsize=8, ncols=2, loc='outside upper center')
     return fig

@@ -80,6 +80,19 @@ def read_recipe(folder: Path) -> Recipe:
     except (CramError, TypeError, AttributeError) as e:
         raise CramError(f"{path} is no recipe of this version ({e}). {remedy}") from None
 
+# %% ../../nbs/library/run/runs.ipynb #3f48e599
+def _empty(folder):
+    "Throw away all that a run has left; the folder itself may be a link, and stays."
+    try:
+        for part in folder.iterdir():
+            if part.is_dir() and not part.is_symlink():
+                shutil.rmtree(part)
+            else:
+                part.unlink()
+    except OSError as e:
+        reason = f"{e.filename} cannot be thrown away ({e.strerror})"
+        raise CramError(f"fresh=True: {reason}; choose another name.") from None
+
 # %% ../../nbs/library/run/runs.ipynb #b7e3a1f2
 _LEARNS = ('arch', 'data', 'train', 'seed', 'budget')  # what decides the weights
 
@@ -113,8 +126,8 @@ def check_folder(recipe: Recipe) -> Path:  # its folder, which need not be there
 def make_folder(recipe: Recipe) -> Path:  # its folder, with recipe.json in it
     "Make the folder of a run, or go on in it. Raises CramError as `check_folder` does."
     folder = check_folder(recipe)
-    if recipe.fresh:
-        shutil.rmtree(folder, ignore_errors=True)
+    if recipe.fresh and folder.exists():
+        _empty(folder)
     write_json(folder / 'recipe.json', to_dict(recipe))
     return folder
 

@@ -181,8 +181,9 @@ def _prune(newest, keep):
 def verify(
     checkpoint: Path,  # one of `checkpoints`
 ) -> str:  # what is wrong, or the empty string
-    "Check a checkpoint against the fingerprints it was written with."
+    "Compare a checkpoint with its fingerprints. Raises OSError for what cannot be read at all."
     try:
+        (checkpoint / 'state.json').open('rb').close()  # what may not be read may be sound
         state = read_json(checkpoint / 'state.json', needs=('digest', 'files'))
     except (CramError, FileNotFoundError):
         return "state.json cannot be read"
