@@ -1,12 +1,9 @@
 """Modules:
 
 - `cramnb.attention`: Attention by hand on four tokens, then by the fastest kernel at hand
-- `cramnb.auto`: Memory, the size of a pass and the way to compute: settled before the clock starts, said, and kept
 - `cramnb.bench`: How to measure speed on a machine that is never quiet: the same work, two ways, in turns
 - `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share
 - `cramnb.build`: Read, cut repeats, filter: shard by shard, in stages that a kill cannot undo
-- `cramnb.cards`: One table of graphics cards: how fast, how much memory, and where that stands
-- `cramnb.choices`: Number format, attention, compiler and recipe as functions of a described device, so that they can be tested without it
 - `cramnb.clean`: A suffix array, a filter that remembers paragraphs, and near-duplicates
 - `cramnb.command`: Words become a verb and a recipe, and a mistake is told in one line, at once
 - `cramnb.consumer`: A hundred hours on 8 GB with Hugging Face's own parts, beside our engine, and what both are worth
@@ -14,7 +11,6 @@
 - `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
 - `cramnb.cram`: Raw text to score table, in three minutes or in twenty-four hours, by one command
 - `cramnb.curves`: Compare runs, and tell a sick one from a healthy one
-- `cramnb.device`: Device, precision, compiler and microbatch, chosen by measuring, and a second try where a card fails
 - `cramnb.distributed`: The same run on two cards, with the same numbers, and nobody left hanging
 - `cramnb.encoder`: Positions, norms, gates and a stream that every layer adds to: the encoder of crammed-BERT
 - `cramnb.evaluate`: Same weights, same questions, same protocol: the same trials, found again
@@ -27,12 +23,10 @@
 - `cramnb.judge.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
 - `cramnb.judge.score`: Several seeds, the median, the spread, and why published averages differ
 - `cramnb.launch`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?
-- `cramnb.memory`: What a pass keeps, counted with tensors that have a shape and no content
 - `cramnb.mlm`: A decoder that looks only where it is asked, and the model classes
 - `cramnb.names`: Command lines of cramming, understood option for option
 - `cramnb.options`: Collected from the chapters they belong to, in a module that loads without torch
 - `cramnb.original`: The published crammed-BERT weights, of both generations, as the function that they were
-- `cramnb.pace`: Tokens per second, measured in a second or two before a run begins
 - `cramnb.presets`: Named recipes, collected from the chapters they belong to
 - `cramnb.publish`: A folder for the hub, with a card that says how each number was measured
 - `cramnb.ready`: Published rows and their tokenizer, fetched in parts; and rows of random tokens
@@ -42,10 +36,10 @@
 - `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory
 - `cramnb.rules`: Mistakes that only two parts of a recipe together can show, told before anything starts
 - `cramnb.run.page`: Loss, speed, memory and time left in a browser, without an account
+- `cramnb.run.plan`: Memory, rate, tokens, disk and, near the runs that were measured, the loss: all before anything is built
 - `cramnb.run.run`: Train inside a folder, and go on after a kill
 - `cramnb.run.runs`: Open, lock, list, and find a checkpoint
 - `cramnb.run.watch`: One line per update: loss, speed, share of the card, energy; and those who are told about it
-- `cramnb.scaling`: What fits on a card, how many tokens a day is, and what a law learnt from small runs can promise
 - `cramnb.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
 - `cramnb.steps`: The same weights in two models, equal loss and gradients first, and only then a clock
 - `cramnb.store`: A corpus is built once, and named by its content
@@ -55,10 +49,11 @@
 - `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
 - `cramnb.throughput`: The real model, loader and optimizer on the device at hand, and where the time goes
 - `cramnb.train.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
+- `cramnb.train.device`: One description of a device, what follows from it, and what torch keeps for the whole process
 - `cramnb.train.loop`: A loop that knows how much of its day is gone, and ends on time with nothing broken
 - `cramnb.train.optim`: AdamW by hand, Muon for matrices, and who gets weight decay
 - `cramnb.train.schedule`: Learning rate and batch size as functions of the share of the day that is spent
-- `cramnb.ways`: Number format, attention and compiler, chosen by timing real passes before a run starts
+- `cramnb.train.tuning`: What a recipe leaves at auto, settled by trying before the clock starts, and kept in checkpoints
 - `cramnb.zoo`: The relatives of crammed-BERT side by side, each as a few changed lines of one recipe"""
 
 import importlib.util

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from .core import CramError, nearest, quiet, write_json
-from .device import pick_device
+from .train.device import pick_device
 from .exams import load_tasks
 from .judge.finetune import run_trial
 from .glue import local_suite

@@ -22,12 +22,12 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from .bench import bench
-from .cards import find_card
+from .train.device import find_card
 from .command import read_command, split_words
 from .core import CramError, load_pretrained, say
 from .curves import diagnose
 from .evaluate import adopt, load_exams, open_text, score
-from .device import pick_device
+from .train.device import pick_device
 from .exams import load_tasks, task_folder
 from .glue import LOCAL, task_names
 from .hub import convert
@@ -38,8 +38,8 @@ from .recipe import Recipe, compose
 from .report import pretrain_table, save_plot, write_report
 from .run.run import Run, dry_run, open_run, prepare, pretrain, silent
 from .run.runs import Checkpoint, finished, resolve_checkpoint, run_folder
-from .scaling import Plan, corpus_rows, describe, expected_loss, plan_here, plan_lines
-from .scaling import plan_run, show_hours
+from .run.plan import Plan, corpus_rows, describe, expected_loss, plan_here, plan_lines
+from .run.plan import plan_run, show_hours
 from .judge.score import score_table
 from .store import load_corpus, verify_corpus
 

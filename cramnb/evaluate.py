@@ -20,7 +20,6 @@ import torch
 
 from .core import CramError, fingerprint, load_pretrained, read_json, whole, write_json
 from .core import write_text
-from .device import pick_device, pick_precision, process_settings
 from .exams import load_tasks
 from .judge.finetune import Trial
 from .glue import LOCAL, PUBLISHED, PUBLISHED_TASKS, local_suite, task_names
@@ -31,6 +30,8 @@ from .run.runs import Checkpoint, read_recipe, resolve_checkpoint
 from .judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
 from .judge.score import within_rules
 from .store import store_folder
+from .train.device import pick_device, pick_precision, process_settings
+from .train.tuning import Way
 
 # %% ../nbs/engine/evaluate.ipynb #e47bb8af
 def adopt(
@@ -113,13 +114,13 @@ def _check_text(run, checkpoint):
 def _way(run, checkpoint, device):
     "The run's choice where the recipe says auto, if it was made on this kind of device."
     summary, impl = (checkpoint.run or Path()) / 'pretrain.json', run.recipe.impl
-    known = read_json(summary) if checkpoint.run and summary.exists() else {}
-    known = known if known.get('on') == device.type else {}
+    known = read_json(summary).get('way') if checkpoint.run and summary.exists() else None
+    way = Way(**known) if known and known['device'] == device.type else None
     precision, attention = pick_precision(impl, device), impl.attn_implementation
-    if impl.precision == 'auto' and 'precision' in known:
-        precision = getattr(torch, known['precision'])
-    if attention == 'auto':
-        attention = known.get('attn_implementation', 'sdpa')
+    if way and impl.precision == 'auto':
+        precision = way.dtype
+    if way and attention == 'auto':
+        attention = way.attention
     if attention not in ('sdpa', 'eager'):
         attention = 'sdpa'  # the others have no dropout, or cannot answer in 32 bits
     return precision, attention

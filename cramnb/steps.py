@@ -30,13 +30,13 @@ import yaml
 from torch import nn
 
 from .core import CramError
-from .device import keep_memory, pick_device
+from .train.device import keep_memory, pick_device
 from .text.masking import MaskedBatch
 from .mlm import build_model, flops_per_token
 from .train.optim import build_optimizer
 from .options import Arch, Train
 from .original import from_original
-from .pace import random_batch
+from .run.plan import random_batch
 from .recipe import Recipe, compose
 from .throughput import matmul_rate, wait
 from .train.loop import accumulate, clip_and_step, mlm_loss

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models
 
-from .device import pick_device
+from .train.device import pick_device
 from .text.masking import MaskedBatch
 from .mlm import flops_per_token
 from .text.packing import PackedCorpus, Rows, write_rows

@@ -106,7 +106,7 @@ def server():
     carry along half dead."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["pytest", "cramnb.store", "cramnb.train.checkpoint", "cramnb.mlm", "cramnb.cram", "cramnb.run.run"]
+        ["pytest", "cramnb.store", "cramnb.train.checkpoint", "cramnb.mlm", "cramnb.cram"]
     )
     return context
 

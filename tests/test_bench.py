@@ -24,7 +24,7 @@ from cramnb.bench import (
 from cramnb.core import CramError
 from cramnb.recipe import compose
 from cramnb.rivals import beside_transformers, run_arm
-from cramnb.pace import random_batch
+from cramnb.run.plan import random_batch
 from cramnb.steps import Side, Way, best_way, check_equal, original_code, own_words
 from cramnb.steps import step_recipe
 from cramnb.throughput import matmul_rate

@@ -337,17 +337,16 @@ def pretended(words, told, **world):
 
 def measured(monkeypatch, rate=10_000.0):
     "A machine that does so many tokens a second, and is not asked twice."
-    import torch
-
-    from cramnb import scaling
+    from cramnb.run import plan
+    from cramnb.train.tuning import Way
 
     asked = []
 
     def rate_here(*words):
         asked.append(words)
-        return rate, torch.float32, "measured with float32"
+        return rate, Way()
 
-    monkeypatch.setattr(scaling, "rate_here", rate_here)
+    monkeypatch.setattr(plan, "rate_here", rate_here)
     return asked
 
 

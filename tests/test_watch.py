@@ -21,7 +21,7 @@ from cramnb.run import watch as trackers_module
 from cramnb import report
 from cramnb.run import watch
 from cramnb.core import CramError
-from cramnb.cards import card_peak
+from cramnb.train.device import card_peak
 from cramnb.command import main
 from cramnb.curves import LiveChart, diagnose, plot_runs
 from cramnb.recipe import compose

@@ -15,28 +15,28 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from ..attention import check_attention
-from ..auto import as_before, say_memory, settle, way_of
 from ..train.checkpoint import CheckpointManager
 from ..core import CramError, Stopped, fingerprint, quiet, read_json, whole, write_json
-from ..device import card_options, compile_ahead, pick_device, pick_precision
-from ..device import process_settings, uneven_batch
 from ..distributed import World, parallelise
 from ..launch import Follower, Interruptible, first_then_rest, join_world, resume
 from ..launch import share, wait_for_file
 from ..mlm import build_model, count_parameters, flops_per_token
 from ..text.packing import PackedCorpus
 from ..recipe import Recipe, to_dict
+from .plan import within_memory
 from .runs import check_folder, finished, lock_run, make_folder, run_folder
 from ..train.schedule import lr_factor
 from ..store import prepare_corpus, store_folder
 from .watch import Trackers, check_trackers
+from ..train.device import compile_ahead, pick_device, pick_precision, process_settings
 from ..train.loop import Trainer, heldout_batches, heldout_loss, masked_rows, unigram_entropy
+from ..train.tuning import as_before, settle, trainer_options, uneven_batch, way_of
 from .watch import Log, Meter, card_uuids, notes_of, totals
 
 # %% ../../nbs/library/run/run.ipynb #0da2a5a8
@@ -95,7 +95,7 @@ def check_run(recipe: Recipe, say: Callable = silent):
     lr_factor(recipe.train.scheduler, 0.0)
     device = pick_device(recipe.impl)
     _check_attention(recipe, device, pick_precision(recipe.impl, device))
-    say_memory(recipe, device, say)
+    within_memory(recipe, device, say)
 
 # %% ../../nbs/library/run/run.ipynb #75c4ee60
 def prepare(
@@ -137,14 +137,15 @@ def make_trainer(
     if train.document_isolation:
         model.document_end = corpus.document_end
     batches = masked_rows(corpus, train, recipe.seed, device)
-    impl, took = settle(recipe, model, batches, world, say)
-    size = int(impl.microbatch_size)
+    recipe = within_memory(recipe, device, silent)
+    way, took = settle(recipe, model, batches, world, say)
     if recipe.dryrun:
-        train = replace(train, batch_size=min(train.batch_size, 2 * size * world.size))
-    options = card_options(impl, device, say, halve=world.size == 1)
-    options |= dict(budget=recipe.budget, microbatch_size=size, should_stop=should_stop)
+        few = 2 * way.microbatch_size * world.size
+        train = replace(train, batch_size=min(train.batch_size, few))
+    options = trainer_options(way, say, halve=world.size == 1)
+    options |= dict(budget=recipe.budget, should_stop=should_stop)
     trainer = parallelise(world, model, train, batches, **options)
-    trainer.state.elapsed, trainer.impl = took, impl
+    trainer.state.elapsed = took
     if uneven := uneven_batch(train, trainer.microbatch_size):
         say(uneven)
     return trainer
@@ -207,7 +208,7 @@ def _open_logs(run, trainer, trackers, held):
 
     def beside():
         known = dict(first_heldout=first, processes=world.size, recipe=to_dict(recipe))
-        return known | dict(log_rows=len(run.log.rows)) | way_of(trainer, trainer.impl)
+        return known | dict(log_rows=len(run.log.rows), way=asdict(way_of(trainer)))
 
     i = recipe.impl
     options = (i.keep_checkpoints, i.keep_best, run.say, beside, identity)
@@ -228,7 +229,7 @@ def _open_log(run, trainer, trackers):
     cards = card_uuids(device, run.world.local_size)
     log.meter = Meter(device, _flops(run), name, kwh, cards, processes)
     if name and not log.meter.peak:
-        run.say(f"The peak of {name!r} is not in cramnb.cards.PEAKS: its share is not logged.")
+        run.say(f"The peak of {name!r} is not known: its share is not logged.")
     trackers.open(log)
     return log
 
@@ -292,7 +293,7 @@ def _finish(run, trainer, held, first_heldout):
     summary |= dict(tokens_per_second=state.tokens / max(state.elapsed, 1e-9))
     summary |= dict(parameters=count_parameters(trainer.model), flops=_flops(run) * state.tokens)
     summary |= dict(device=str(device), device_name=name, torch=torch.__version__)
-    summary |= way_of(trainer, trainer.impl) | totals(rows)
+    summary |= dict(way=asdict(way_of(trainer))) | totals(rows)
     summary['model'] = fingerprint(run.folder / 'model/model.safetensors')  # `publish` compares
     write_json(run.folder / 'pretrain.json', summary)
     return summary
