@@ -565,7 +565,7 @@ def outside_law(
     other = [key for key in diff(plan.recipe, tiny()) if learnt(key)]
     if other:
         more = f' and {len(other) - 3} more' if len(other) > 3 else ''
-        return f"{', '.join(other[:3])}{more} not as in the runs behind the law"
+        return f"other than in the runs behind the law: {', '.join(other[:3])}{more}"
     _, _, seen = known_law()
     here = np.array([plan.parts['layers'], plan.tokens])
     far = (here < seen.min(1) / 2.5) | (here > seen.max(1) * 2.5)
