@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from cramnb.device import keep_memory
+from cramnb.train.device import keep_memory
 from cramnb.text.packing import PackedCorpus, pack
 from cramnb.recipe import compose
 from cramnb.run.run import make_loop, new_model

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from cramnb.core import CramError, nearest, quiet, write_json
-from cramnb.device import pick_device
+from cramnb.train.device import pick_device
 from cramnb.judge.tasks import load_tasks
 from cramnb.judge.finetune import run_trial
 from cramnb.judge.tasks import local_suite

@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 
 from cramnb.options import Arch
-from cramnb.memory import parameters_by_part
+from cramnb.run.plan import parameters_by_part
 from cramnb.recipe import preset
 
 VOCAB = 4096

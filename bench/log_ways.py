@@ -15,7 +15,7 @@ from datetime import date
 
 import torch
 
-from cramnb.device import keep_memory
+from cramnb.train.device import keep_memory
 from cramnb.recipe import compose
 from cramnb.run.run import make_loop, new_model
 from cramnb.store import prepare_corpus

@@ -22,13 +22,13 @@ import yaml
 from torch import nn
 
 from cramnb.core import CramError
-from cramnb.device import keep_memory, pick_device
+from cramnb.train.device import keep_memory, pick_device
 from cramnb.text.masking import MaskedBatch
 from cramnb.model.mlm import build_model, flops_per_token
 from cramnb.train.optim import build_optimizer
 from cramnb.options import Arch, Train
 from cramnb.model.original import from_original
-from cramnb.pace import random_batch
+from cramnb.run.plan import random_batch
 from cramnb.recipe import Recipe, compose
 from .throughput import matmul_rate, wait
 from cramnb.train.loop import accumulate, clip_and_step, mlm_loss

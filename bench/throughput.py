@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models
 
-from cramnb.device import pick_device
+from cramnb.train.device import pick_device
 from cramnb.text.masking import MaskedBatch
 from cramnb.model.mlm import flops_per_token
 from cramnb.text.packing import PackedCorpus, Rows, write_rows

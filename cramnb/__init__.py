@@ -1,24 +1,19 @@
 """Modules:
 
-- `cramnb.auto`: Memory, the size of a pass and the way to compute: settled before the clock starts, said, and kept
 - `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share
 - `cramnb.build`: Read, cut repeats, filter: shard by shard, in stages that a kill cannot undo
-- `cramnb.cards`: One table of graphics cards: how fast, how much memory, and where that stands
-- `cramnb.choices`: Number format, attention, compiler and recipe as functions of a described device, so that they can be tested without it
 - `cramnb.clean`: A suffix array, a filter that remembers paragraphs, and near-duplicates
 - `cramnb.cli`: Words become a verb and a recipe, and a mistake is told in one line, at once
 - `cramnb.consumer`: A hundred hours on 8 GB with Hugging Face's own parts, beside our engine, and what both are worth
 - `cramnb.core`: Errors with the nearest name, files written whole or not at all
 - `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
 - `cramnb.cram`: Raw text to score table: what `cramnb cram`, `pretrain`, `eval` and `data` do
-- `cramnb.device`: Device, precision, compiler and microbatch, chosen by measuring, and a second try where a card fails
 - `cramnb.fields`: An option knows its meaning and its bounds, and a word of the command line is read by its type
 - `cramnb.files`: Texts out of text files, JSON, tables and archives, and a report of what was damaged
 - `cramnb.judge.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
 - `cramnb.judge.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
 - `cramnb.judge.score`: Several seeds, the median, the spread, and why published averages differ
 - `cramnb.judge.tasks`: GLUE's exams, a suite from held-out text, and tables of one's own: their rows, and how answers are counted
-- `cramnb.memory`: What a pass keeps, counted with tensors that have a shape and no content
 - `cramnb.model.attention`: Queries meet keys, by hand or by the fastest kernel at hand
 - `cramnb.model.encoder`: Configuration, embeddings, layers and masks of crammed-BERT, as a model of transformers
 - `cramnb.model.mlm`: A decoder that looks only where it is asked, classifiers, and their entry in transformers
@@ -26,7 +21,6 @@
 - `cramnb.model.zoo`: Each relative of crammed-BERT as a few changed fields, and what it weighs
 - `cramnb.names`: Command lines of cramming, understood option for option
 - `cramnb.options`: Collected from the chapters they belong to, in a module that loads without torch
-- `cramnb.pace`: Tokens per second, measured in a second or two before a run begins
 - `cramnb.presets`: Named recipes, collected from the chapters they belong to
 - `cramnb.ready`: Published rows and their tokenizer, fetched in parts; and rows of random tokens
 - `cramnb.recipe`: One graphics card, one day, and every choice of the run in one typed object
@@ -34,22 +28,23 @@
 - `cramnb.rules`: Mistakes that only two parts of a recipe together can show, told before anything starts
 - `cramnb.run.hub`: Checkpoints of the original in; ordinary Hugging Face folders, model cards and rows out
 - `cramnb.run.page`: Loss, speed, memory and time left in a browser, without an account
+- `cramnb.run.plan`: Memory, rate, tokens, disk and, near the runs that were measured, the loss: all before anything is built
 - `cramnb.run.report`: Compare runs, tell a sick one from a healthy one, and put a run on one page
 - `cramnb.run.run`: The front door: train inside a folder, go on after a kill, score, load
 - `cramnb.run.runs`: Open, lock and list
 - `cramnb.run.watch`: One line per update: loss, speed, share of the card, energy; and those who are told about it
-- `cramnb.scaling`: What fits on a card, how many tokens a day is, and what a law learnt from small runs can promise
 - `cramnb.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
 - `cramnb.store`: A corpus is built once, and named by its content
 - `cramnb.text.masking`: Hide a quarter of the text, and ask for it back
 - `cramnb.text.packing`: Pack the tokens once, and read them for ever
 - `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
 - `cramnb.train.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
+- `cramnb.train.device`: One description of a device, what follows from it, and what torch keeps for the whole process
 - `cramnb.train.distributed`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?
 - `cramnb.train.loop`: A loop that knows how much of its day is gone, and ends on time with nothing broken
 - `cramnb.train.optim`: AdamW by hand, Muon for matrices, and who gets weight decay
 - `cramnb.train.schedule`: Learning rate and batch size as functions of the share of the day that is spent
-- `cramnb.ways`: Number format, attention and compiler, chosen by timing real passes before a run starts"""
+- `cramnb.train.tuning`: What a recipe leaves at auto, settled by trying before the clock starts, and kept in checkpoints"""
 
 import sys
 from importlib import import_module

@@ -250,9 +250,9 @@ def plan_verb(words: list[str], say: Callable = say):
     with loading():
         import torch
 
-        from cramnb.cards import find_card
-        from cramnb.device import pick_device
-        from cramnb.scaling import corpus_rows, expected_loss, plan_here, plan_lines, plan_run
+        from cramnb.train.device import find_card
+        from cramnb.train.device import pick_device
+        from cramnb.run.plan import corpus_rows, expected_loss, plan_here, plan_lines, plan_run
     rows = corpus_rows(recipe)
     if gpu == 'cpu':
         recipe = replace(recipe, impl=replace(recipe.impl, device='cpu'))

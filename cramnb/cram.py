@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .core import CramError, say
-from .device import pick_device
+from .train.device import pick_device
 from .judge.tasks import load_tasks, task_folder
 from .judge.tasks import LOCAL, task_names
 from .model.mlm import flops_per_token
@@ -27,7 +27,7 @@ from .run.report import pretrain_table, write_report
 from .run.run import Checkpoint, Corpus, Trainer, check_run, dry_run, evaluate, load_exams
 from .run.run import open_corpus, open_together, resolve_checkpoint, silent, wants_local
 from .run.runs import finished, read_recipe, run_folder
-from .scaling import Plan, describe, expected_loss, plan_here, show_hours
+from .run.plan import Plan, describe, expected_loss, plan_here, show_hours
 from .store import store_folder, verify_corpus
 from .train.distributed import join_world, share
 

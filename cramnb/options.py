@@ -252,7 +252,7 @@ class Eval:
     start_at_mean: bool = option(True, 'a regression head begins at the mean; original: at 0')
     save_models: bool = option(False, 'keep each fine-tuned model beside its score')
 
-# %% ../nbs/engine/device.ipynb #1f0c7a11
+# %% ../nbs/library/train/device.ipynb #fbac6a61
 @dataclass
 class Impl:
     "How it is computed; only microbatch_size, through the ramp, changes the updates."

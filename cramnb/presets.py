@@ -245,41 +245,10 @@ PROVENANCE['eval'] |= {
     'local': 'ours: tasks made from your own text',
 }
 
-# %% ../nbs/engine/choices.ipynb #cho00018
-_cuda = dict(device='cuda', precision='bfloat16', attn_implementation='sdpa')
-_cuda['compile_torch'] = 'true'
-_apple = dict(device='mps', precision='float32', attn_implementation='sdpa')
-_turing = dict(_cuda, precision='float16')
-PRESETS['impl'] = {
-    'torch-default': {},
-    'auto': {},
-    'rtx-2080-ti': dict(_turing, memory='11GB'),
-    't4': dict(_turing, memory='16GB'),
-    'rtx-3060-ti': dict(_cuda, memory='8GB'),
-    'rtx-a4000': dict(_cuda, memory='16GB'),
-    'rtx-a6000': dict(_cuda, memory='48GB'),
-    'rtx-4090': dict(_cuda, memory='24GB'),
-    'a100': dict(_cuda, memory='80GB'),
-    'h100': dict(_cuda, memory='80GB'),
-    'h200': dict(_cuda, memory='141GB'),
-    'apple-m1': dict(_apple, memory='8GB', compile_torch='false'),
-    'cpu': dict(device='cpu'),
-}
-
-# %% ../nbs/engine/choices.ipynb #cho00020
-_none = 'not measured'
-PROVENANCE['impl'] = {  # preset -> tokens a second of crammed-BERT, expected and measured
+# %% ../nbs/library/train/device.ipynb #b7629d45
+PRESETS['impl'] = {'torch-default': {}, 'auto': {}, 'cpu': dict(device='cpu')}
+PROVENANCE['impl'] = {
     'torch-default': "the original's only backend",
     'auto': 'ours: the machine decides, and a processor is measured',
-    'rtx-2080-ti': f'expected 35,800 tokens a second; {_none}',
-    't4': f'expected 43,300 tokens a second; {_none}',
-    'rtx-3060-ti': f'expected 21,600 tokens a second; {_none}',
-    'rtx-a4000': f'expected 51,100 tokens a second; {_none}',
-    'rtx-a6000': f'expected 103,100 tokens a second; nearly as published (pytorch#96693); {_none}',
-    'rtx-4090': f'expected 110,100 tokens a second; {_none}',
-    'a100': f'expected 207,900 tokens a second; {_none}',
-    'h100': f'expected 659,200 tokens a second; {_none}',
-    'h200': f'expected 659,200 tokens a second; {_none}',
-    'apple-m1': f'expected 1,700 tokens a second; {_none}',
-    'cpu': 'measured 25,200 tokens a second of the model tiny on one thread of a server',
+    'cpu': 'ours: the processor, where there is a GPU as well',
 }

@@ -176,9 +176,13 @@ def compose(
         raise CramError(f"{base!r} is not a recipe: {_choices(base, RECIPES)}")
     words = [_split(o) for o in overrides]
     named = {k: v for k, v, _ in words if k in (*GROUPS, 'budget') and v}
-    if base == 'tiny' and named.get('impl') == 'auto':
+    open_still = not {'arch', 'data', 'train'} <= named.keys()
+    if base == 'tiny' and named.get('impl') == 'auto' and open_still:
         budget = parse_budget(named.get('budget', '3m'))
-        base = import_module('cramnb.choices').recipe_here(named, budget, say)
+        here = import_module('cramnb.train.device')
+        base, line = here.recipe_here(here.machine_here(here.best_device()), budget)
+        if say:
+            say(line)
     names = RECIPES[base] | named
     recipe = Recipe(budget=parse_budget(names['budget']))
     for group in GROUPS.keys() & names:

@@ -13,7 +13,7 @@ from bench.cases import Case, bench, data, loader, measure, side_by_side
 from bench.rivals import beside_transformers
 from bench.steps import Side, check_equal
 from cramnb.core import CramError
-from cramnb.pace import random_batch
+from cramnb.run.plan import random_batch
 from cramnb.recipe import compose
 
 TOY = "arch=tiny-crammed data.vocab_size=300 data.seq_length=32 impl.microbatch_size=4".split()

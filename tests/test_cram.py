@@ -331,9 +331,7 @@ def planned(words, **world):
 @pytest.fixture
 def measured(monkeypatch):
     "A machine that does so many tokens a second, and is not asked twice."
-    import torch
-
-    from cramnb import scaling
+    from cramnb.run import plan
 
     asked = []
 
@@ -341,7 +339,7 @@ def measured(monkeypatch):
         asked.append(words)
         return 10_000.0, torch.float32, "measured with float32"
 
-    monkeypatch.setattr(scaling, "rate_here", rate_here)
+    monkeypatch.setattr(plan, "rate_here", rate_here)
     return asked
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import cramnb.train.loop
+from cramnb.train import loop
 from cramnb.text.masking import MaskedBatch
 from cramnb.model.mlm import build_model
 from cramnb.train.optim import decay_groups
@@ -62,7 +62,7 @@ def test_accumulation_of_transformers_own_bert():
     )
 
     def run(size):
-        t = cramnb.train.loop.Loop(
+        t = loop.Loop(
             bert, recipe(optimizer="adamw"), rows_of(unequal()), budget=1, microbatch_size=size
         )
         t.accumulate(16)
@@ -133,7 +133,7 @@ def test_there_is_no_cap_on_passes():
 
 
 def test_progress_is_read_once_an_update_and_never_goes_back():
-    class Counting(cramnb.train.loop.Loop):
+    class Counting(loop.Loop):
         read = 0
 
         def progress(self):
@@ -259,7 +259,7 @@ def test_clipping_is_torchs(limit):
 def test_non_finite_updates_are_left_out_counted_and_end_the_run(kind):
     def loss(model, batch):
         broken = t.state.update == 2 or t.state.skipped
-        return cramnb.train.loop.mlm_loss(model, batch) * (
+        return loop.mlm_loss(model, batch) * (
             float("inf" if kind == "loss" else "nan") if broken and kind != "gradient" else 1
         )
 
@@ -392,7 +392,7 @@ def test_replay_takes_any_iterable_and_says_when_there_is_no_update():
 
 
 def test_the_example_in_the_documentation_runs():
-    code = cramnb.train.loop.__doc__.split("constant rate:\n")[1].split("\nDocs:")[0]
+    code = loop.__doc__.split("constant rate:\n")[1].split("\nDocs:")[0]
     names = {}
     exec(
         "\n".join(

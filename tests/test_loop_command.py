@@ -211,17 +211,17 @@ def test_a_run_leaves_the_process_as_it_was(place):
 
 
 def test_memory_that_is_short_is_told_to_the_user(place, capsys, monkeypatch):
-    import cramnb.device
+    from cramnb.train import tuning
 
     words, _, _ = place
-    plain = cramnb.device.mlm_loss
+    plain = tuning.mlm_loss
 
     def loss(model, batch):
         if len(batch.input_ids) > 4 and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return plain(model, batch)
 
-    monkeypatch.setattr(cramnb.device, "mlm_loss", loss)
+    monkeypatch.setattr(tuning, "mlm_loss", loss)
     assert main(["pretrain", "name=short", *words]) == 0
     assert "passes of 4 sequences" in capsys.readouterr().out
 

@@ -20,7 +20,7 @@ from folders import fake_run
 from cramnb.run import watch as trackers_module
 from cramnb.run import watch
 from cramnb.core import CramError
-from cramnb.cards import card_peak
+from cramnb.train.device import card_peak
 from cramnb.cli import main
 from cramnb.run.report import diagnose, plot_runs
 from cramnb.recipe import compose

@@ -228,8 +228,8 @@ def pretrain_table(
     known['machine'] = f" ({', '.join(machine)})" if machine else ''
     known['left_out'] = f", {known['skipped']} skipped" if known['skipped'] else ''
     known['way'] = ''
-    if 'attn_implementation' in known:
-        known['way'] = ', {precision} products, {attn_implementation} attention'.format_map(known)
+    if 'way' in summary:
+        known['way'] = ', {precision} products, {attention} attention'.format_map(summary['way'])
     known['below'] = known['unigram'] - known['heldout']
     known['budget'] = f'by {train.progress}'
     if train.progress == 'time':

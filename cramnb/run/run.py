@@ -35,12 +35,12 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from .._adapters import Corpus
 from ..model.mlm import build_model
 from ..model.attention import check_attention
-from ..auto import as_before, say_memory, settle, way_of
+from ..train.tuning import Way, as_before, settle, trainer_options, uneven_batch, way_of
 from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
 from ..core import CramError, Stopped, fingerprint, load_pretrained, nearest, quiet
 from ..core import read_json, say, whole, write_json, write_text
-from ..device import card_options, compile_ahead, pick_device, pick_precision
-from ..device import process_settings, uneven_batch
+from .plan import within_memory
+from ..train.device import compile_ahead, pick_device, pick_precision, process_settings
 from ..judge.tasks import load_tasks
 from ..fields import parse_budget
 from ..judge.finetune import Trial, load_tokenizer
@@ -84,7 +84,7 @@ def check_run(
     dropout = recipe.arch.attention_probs_dropout_prob * recipe.train.dropout
     name = str(pick_precision(recipe.impl, device)).removeprefix('torch.')
     check_attention(recipe.impl.attn_implementation, device.type, name, dropout)
-    say_memory(recipe, device, say)
+    within_memory(recipe, device, say)
 
 # %% ../../nbs/library/run/run.ipynb #27b79cab
 def open_corpus(
@@ -148,24 +148,25 @@ def make_loop(
     world: World | None = None,  # the processes that share it
     should_stop: Callable[[], bool] = bool,  # asked between two passes; bool() is False
     say: Callable[[str], None] = silent,  # told what a person should know
-) -> tuple[Loop, Impl]:  # ready to go; the options with what they leave at auto settled
+) -> Loop:  # ready to go, with what the options leave at auto settled
     "Model, optimizer and data of a recipe in a loop. Raises CramError."
     world, impl, train = world or World(), recipe.impl, recipe.train
     device = pick_device(impl)
     torch.manual_seed(recipe.seed)
     model.to(device)
     batches = masked_rows(corpus, train, recipe.seed, device)
-    impl, took = settle(recipe, model, batches, world, say)
-    size = int(impl.microbatch_size)
+    recipe = within_memory(recipe, device, silent)
+    way, took = settle(recipe, model, batches, world, say)
     if recipe.dryrun:
-        train = replace(train, batch_size=min(train.batch_size, 2 * size * world.size))
-    options = card_options(impl, device, say, halve=world.size == 1)
-    options |= dict(budget=recipe.budget, microbatch_size=size, should_stop=should_stop)
+        few = 2 * way.microbatch_size * world.size
+        train = replace(train, batch_size=min(train.batch_size, few))
+    options = trainer_options(way, say, halve=world.size == 1)
+    options |= dict(budget=recipe.budget, should_stop=should_stop)
     loop = parallelise(world, model, train, batches, **options)
     loop.state.elapsed = took
     if uneven := uneven_batch(train, loop.microbatch_size):
         say(uneven)
-    return loop, impl
+    return loop
 
 # %% ../../nbs/library/run/run.ipynb #6deb0a3f
 def _flops(recipe, corpus):  # of one token, forward and backward
@@ -181,17 +182,17 @@ def _meter(recipe, loop, corpus, world, rows, say):
     cards = card_uuids(device, world.local_size)
     meter = Meter(device, _flops(recipe, corpus), name, kwh, cards, world.size)
     if name and not meter.peak:
-        say(f"The peak of {name!r} is not in cramnb.cards.PEAKS: its share is not logged.")
+        say(f"The peak of {name!r} is not in cramnb.train.device.PEAKS: its share is not logged.")
     return meter
 
 # %% ../../nbs/library/run/run.ipynb #93069714
 class _Recorder:
     "What the first process does with each row: log it, show it, and save now and then."
 
-    def __init__(self, recipe, loop, impl, corpus, world, first_heldout, identity, progress, say):
+    def __init__(self, recipe, loop, corpus, world, first_heldout, identity, progress, say):
         folder, i = run_folder(recipe), recipe.impl
         needs = ('loss', 'progress', 'elapsed', 'tokens', 'tokens_per_second')
-        self.recipe, self.loop, self.impl, self.progress = recipe, loop, impl, progress
+        self.recipe, self.loop, self.progress = recipe, loop, progress
         self.known = dict(first_heldout=first_heldout, processes=world.size, recipe=to_dict(recipe))
         # cut back to the checkpoint
         self.log = Log(folder / 'metrics.jsonl', loop.state.update, needs, say)
@@ -203,7 +204,7 @@ class _Recorder:
 
     def beside(self):
         "What a checkpoint holds besides the state of the loop."
-        return self.known | dict(log_rows=len(self.log.rows)) | way_of(self.loop, self.impl)
+        return self.known | dict(log_rows=len(self.log.rows), way=asdict(way_of(self.loop)))
 
     def __call__(self, row):
         heldout, recipe = row.get('heldout'), self.recipe
@@ -259,7 +260,7 @@ def _train(recipe, model, corpus, world, progress, say):
     ):
         found = agreed_checkpoint(kept, world, say)
         same = as_before(recipe, found, world)
-        loop, impl = make_loop(same, model, corpus, world, lambda: signals.asked, say)
+        loop = make_loop(same, model, corpus, world, lambda: signals.asked, say)
         held = heldout_batches(corpus, recipe.train)
         identity = dict(corpus=corpus.fingerprint, run=run_id(recipe))
         extra = restore(found, loop, say, identity) if found else {}
@@ -270,7 +271,7 @@ def _train(recipe, model, corpus, world, progress, say):
         record = None
         if world.is_first:
             shown = progress, say
-            record = _Recorder(recipe, loop, impl, corpus, world, first, identity, *shown)
+            record = _Recorder(recipe, loop, corpus, world, first, identity, *shown)
             trackers.open(record.log)
         measured = share(world, len(record.measured) if record else None)  # as if never stopped
         compile_ahead(loop)
@@ -298,7 +299,7 @@ def _finish(record, corpus, held):
     with whole(folder / 'model') as partial, quiet():
         loop.model.save_pretrained(partial)
         corpus.tokenizer.save_pretrained(partial)
-    summary = _summary(record, corpus, held) | way_of(loop, record.impl) | totals(rows)
+    summary = _summary(record, corpus, held) | dict(way=asdict(way_of(loop))) | totals(rows)
     # `publish` compares
     summary['model'] = fingerprint(folder / 'model/model.safetensors')
     write_json(folder / 'pretrain.json', summary)
@@ -650,13 +651,13 @@ def _check_text(checkpoint, corpus, ev):
 def _way(impl, checkpoint, device):
     "The run's choice where the recipe says auto, if it was made on this kind of device."
     summary = (checkpoint.run or Path()) / 'pretrain.json'
-    known = read_json(summary) if checkpoint.run and summary.exists() else {}
-    known = known if known.get('on') == device.type else {}
+    known = read_json(summary).get('way') if checkpoint.run and summary.exists() else None
+    way = Way(**known) if known and known['device'] == device.type else None
     precision, attention = pick_precision(impl, device), impl.attn_implementation
-    if impl.precision == 'auto' and 'precision' in known:
-        precision = getattr(torch, known['precision'])
-    if attention == 'auto':
-        attention = known.get('attn_implementation', 'sdpa')
+    if way and impl.precision == 'auto':
+        precision = way.dtype
+    if way and attention == 'auto':
+        attention = way.attention
     if attention not in ('sdpa', 'eager'):
         attention = 'sdpa'  # the others have no dropout, or cannot answer in 32 bits
     return precision, attention

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ..cards import card_peak
+from ..train.device import card_peak
 from ..core import say, whole
 from ..options import Train
 from .runs import read_log
@@ -166,6 +166,8 @@ class Meter:
     ):
         self.device, self.flops, self.kwh = device, flops, kwh
         self.energy = Energy(cards or [])
+        from cramnb.train.device import card_peak  # torch is loaded when a run is measured
+
         peak = card_peak(name)
         self.peak = peak and peak * processes  # None where it is not known
 
