@@ -24,10 +24,9 @@ from .choices import how_to_compute, machine_here
 from .core import read_json
 from .device import auto_microbatch, pick_device, pick_precision, recompute_layers
 from .distributed import World
-from .fields import parse_memory
 from .launch import share
 from .memory import Fit, fit_memory
-from .options import Impl
+from .options import Impl, parse_memory
 from .recipe import Recipe
 from .train.loop import Trainer
 from .ways import fastest_way, worth_compiling

@@ -21,7 +21,6 @@ from importlib.util import find_spec
 import torch
 
 from .cards import find_card, this_machine
-from .presets import PRESETS, PROVENANCE
 
 # %% ../nbs/engine/choices.ipynb #cho00008
 Machine = namedtuple('Machine', 'name kind memory bf16 compiler')

@@ -11,7 +11,8 @@ Docs: https://cramnb.github.io/cramnb/library/core.html.md"""
 
 # %% auto #0
 __all__ = ['CramError', 'DiskFull', 'Stopped', 'LostRank', 'nearest', 'printable', 'say', 'disk_full', 'whole', 'flush', 'remove',
-           'write_text', 'write_json', 'write_array', 'read_json', 'fingerprint', 'quiet', 'load_pretrained']
+           'write_text', 'write_json', 'write_array', 'validation_line', 'record', 'decode', 'read_json', 'fingerprint',
+           'quiet', 'load_pretrained']
 
 # %% ../nbs/library/core.ipynb #a42c2193
 import difflib
@@ -19,10 +20,12 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import unicodedata
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 # %% ../nbs/library/core.ipynb #da6c930e
@@ -175,27 +178,80 @@ def write_array(
     with whole(path) as temporary, temporary.open('wb') as f:
         np.save(f, array)
 
+# %% ../nbs/library/core.ipynb #370a59af
+def validation_line(
+    error,  # of pydantic
+    prefix: str = '',  # before the key: 'data.'
+    known=(),  # valid keys
+) -> str:
+    "The first thing that is wrong: key, what was found, what is allowed."
+    first = error.errors(include_url=False)[0]
+    key = prefix + '.'.join(p for p in first['loc'] if isinstance(p, str))
+    text, kind = str(first['input']), first['type']
+    said = f"{key}={printable(text[:60])}{'…' * (len(text) > 60)}"
+    if isinstance(first['input'], (dict, list)) or not key:
+        said = f"{key or 'it'} is a {type(first['input']).__name__}"
+    if kind in ('missing', 'missing_argument'):
+        return f"{key} is missing"
+    if kind in ('extra_forbidden', 'unexpected_keyword_argument'):
+        return f"{key} is not known.{nearest(key.removeprefix(prefix), known)}".rstrip('.')
+    if kind == 'json_invalid':
+        return first['msg']
+    if kind == 'literal_error':
+        allowed = re.findall("'([^']*)'", first['ctx']['expected'])
+        hint = nearest(text, allowed)
+        return f"{said} is not supported: choose from {', '.join(allowed)}.{hint}".rstrip('.')
+    return f"{said} is not possible: {first['msg'].replace('Input should', 'it should')}"
+
+# %% ../nbs/library/core.ipynb #f0f714c5
+def record(
+    cls: type,  # a TypedDict: what a file of ours holds
+) -> type:  # the same, read strictly
+    "Let `read_json` refuse keys that are not declared, other types, and numbers that are not finite."
+    cls.__pydantic_config__ = dict(strict=True, extra='forbid', allow_inf_nan=False)
+    return cls
+
+# %% ../nbs/library/core.ipynb #49f59e75
+def decode(
+    text: str | bytes,  # JSON
+    kind: type,  # what it must hold: dict, list[int], a `record`, a group of options
+    where: str | Path,  # for the message
+    remedy: str = '',  # what the user can do, the end of the message
+):  # a value of that kind
+    "JSON text as a value of a declared type. Raises CramError naming the key and what was found."
+    from pydantic import ValidationError
+
+    try:
+        return _decoder(kind).validate_json(text, strict=True)
+    except ValidationError as e:
+        end = f' {remedy}' if remedy else ''
+        raise CramError(f"{where} is damaged ({validation_line(e)}).{end}") from None
+
+# %% ../nbs/library/core.ipynb #407f5852
+@cache
+def _decoder(kind):
+    "Made once for each kind of file; pydantic loads when something is read."
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
 # %% ../nbs/library/core.ipynb #6a5bd160
 def read_json(
     path: str | Path,  # of a file that this library or a user wrote
-    kind: type = dict,  # what its top level must be
-    needs: tuple[str, ...] = (),  # keys it must have, where it is a dict
-    remedy: str = '',  # what the user can do, the end of the message
-) -> dict | list:
+    kind: type = dict,  # what it must hold: dict, list[int], a `record`
+    remedy: str = '',  # what the user can do where it is damaged, the end of the message
+):  # a value of that kind
     "The one reader of JSON. Raises FileNotFoundError, or CramError naming the damage in one line."
-    end = f' {remedy}' if remedy else ''
+    path = Path(path)
     try:
-        value = json.loads(Path(path).read_text(encoding='utf-8'))
+        if path.exists() and not path.is_file():  # a pipe would be waited for, for ever
+            raise CramError(f"{path} is no file.")
+        text = path.read_bytes()
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is not there.{end}") from None
-    except (OSError, ValueError, RecursionError) as e:
-        reason = getattr(e, 'strerror', None) or str(e) or type(e).__name__
-        raise CramError(f"{path} is damaged ({printable(reason)}).{end}") from None
-    lost = [k for k in needs if not isinstance(value, dict) or k not in value]
-    if lost or not isinstance(value, kind):
-        wrong = f"no {', '.join(lost)} in it" if lost else f"a {type(value).__name__} in it"
-        raise CramError(f"{path} is damaged ({wrong}).{end}")
-    return value
+        raise FileNotFoundError(f"{path} is not there. {remedy}".strip()) from None
+    except OSError as e:  # a disk or its rights, which say nothing about the content
+        raise CramError(f"{path} cannot be read: {e.strerror or e}.") from None
+    return decode(text, kind, path, remedy)
 
 # %% ../nbs/library/core.ipynb #ba512b18
 def fingerprint(

@@ -23,7 +23,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from .bench import bench
 from .cards import find_card
-from .command import read_command, split_words
+from .command import base_recipe, read_command, split_words
 from .core import CramError, load_pretrained, say
 from .curves import diagnose
 from .evaluate import adopt, load_exams, open_text, score
@@ -211,7 +211,7 @@ def plan_verb(words: list[str], say: Callable = say):
     "What a run will cost: plan [gpu=rtx4090] [key=value …]; without gpu on this machine."
     own, rest = split_words(words, 'gpu')
     gpu = own.get('gpu', 'here')
-    recipe = compose(rest, 'crammed' if 'gpu' in own else 'tiny')
+    recipe = compose(rest, 'crammed' if 'gpu' in own else base_recipe(rest, say), say)
     rows = corpus_rows(recipe)
     if gpu == 'cpu':
         recipe = replace(recipe, impl=replace(recipe.impl, device='cpu'))

@@ -30,9 +30,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .choices import best_device, how_to_compute, machine_here
 from .core import CramError, LostRank, Stopped
-from .fields import parse_memory
 from .text.masking import MaskedBatch
-from .options import Impl, Train
+from .options import Impl, Train, parse_memory
 from .train.loop import Trainer, accumulate, gradients, mlm_loss
 
 # %% ../nbs/engine/device.ipynb #2686b108

@@ -104,21 +104,6 @@ def _read_tsv(task, path, split, keep=None):
             rows.append(dict(zip(names, values), idx=n))
     return rows
 
-# %% ../nbs/engine/exams.ipynb #aa3d2f6e
-def _read_msr(task, folder, split):
-    "MRPC under its publisher's names; dev_ids.tsv lists the training rows that GLUE evaluates on."
-    ids = _find(folder, ('dev_ids', 'mrpc_dev_ids'))
-    listed = {tuple(line.split()) for p in ids for line in read_text(p).split('\n')}
-    tested = 'test' if ids else 'dev'  # without the list the file for testing is for evaluation
-    path = folder / f"msr_paraphrase_{'test' if split == tested else 'train'}.txt"
-    if task.name != 'mrpc' or not path.is_file() or (split == 'test' and not ids):
-        return []
-
-    def keep(cells):
-        return not ids or (tuple(cells[1:3]) in listed) == (split == 'dev')
-
-    return _read_tsv(task, path, split, keep)
-
 # %% ../nbs/engine/exams.ipynb #8c163351
 def load_folder(
     name: str,  # of a task
@@ -132,7 +117,6 @@ def load_folder(
         paths, rows = _find(folder, stems), []
         for p in paths:
             rows += _read_tsv(task, p, split) if '.tsv' in p.suffixes else read_table(p)
-        rows = rows or _read_msr(task, folder, split)
         if rows or paths:
             found[split] = _numbered(task, split, rows)
         elif not split.startswith('test'):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .core import CramError, nearest, printable, read_json, whole, write_text
 from .curves import plot_run, plot_runs
-from .fields import flat
+from .options import flat
 from .recipe import Recipe, show_budget
 from .run.run import Run
 from .run.runs import list_runs, read_log

@@ -26,9 +26,9 @@ from scipy.optimize import least_squares
 from .cards import Card, this_machine
 from .core import CramError, read_json
 from .device import pick_precision
-from .fields import parse_memory
 from .memory import fit_memory, memory_needed, parameters_by_part
 from .mlm import flops_per_token
+from .options import parse_memory
 from .pace import rate_here
 from .recipe import Recipe, preset
 from .train.schedule import batch_size_at

@@ -26,7 +26,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..core import CramError, nearest, printable, read_json, whole, write_json
-from ..fields import diff
+from ..options import diff
 from ..recipe import Recipe, from_dict, to_dict
 
 # %% ../../nbs/library/run/runs.ipynb #1fa5e69a
