@@ -28,10 +28,12 @@
 - `cramnb.launch`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?
 - `cramnb.memory`: What a pass keeps, counted with tensors that have a shape and no content
 - `cramnb.mlm`: A decoder that looks only where it is asked, and the model classes
+- `cramnb.options`: Every choice of a run, in five groups with types and bounds, and the named sets of values
 - `cramnb.original`: The published crammed-BERT weights, of both generations, as the function that they were
 - `cramnb.pace`: Tokens per second, measured in a second or two before a run begins
 - `cramnb.publish`: A folder for the hub, with a card that says how each number was measured
 - `cramnb.ready`: Published rows and their tokenizer, fetched in parts; and rows of random tokens
+- `cramnb.recipe`: One graphics card, one day, and every choice of the run in one typed object
 - `cramnb.report`: Recipe, data, pretraining and scores on one page
 - `cramnb.rivals`: What a user would write instead, kept for comparison
 - `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from .train.checkpoint import newest_sound
+from .train.checkpoint import SavedState, newest_sound
 from .choices import how_to_compute, machine_here
 from .core import read_json
 from .device import auto_microbatch, pick_device, pick_precision, recompute_layers
@@ -151,7 +151,7 @@ def as_before(
 ) -> Recipe:  # with the values of the newest checkpoint where it says auto
     "Compute as the run did before it was stopped. Nothing changes for another kind of device."
     newest = newest_sound(folder, lambda text: None) if world.is_first else None
-    known = share(world, read_json(newest / 'state.json')['extra'] if newest else {})
+    known = share(world, read_json(newest / 'state.json', SavedState)['extra'] if newest else {})
     if known.get('on') != pick_device(recipe.impl).type:
         return recipe
     saved = known | dict(microbatch_size=str(max(1, known['microbatch_size'] // world.size)))

@@ -27,7 +27,7 @@ from .glue import LOCAL, PUBLISHED, PUBLISHED_TASKS, local_suite, task_names
 from .options import Impl
 from .recipe import Recipe
 from .run.run import Run
-from .run.runs import Checkpoint, read_recipe, resolve_checkpoint
+from .run.runs import Checkpoint, Summary, read_recipe, resolve_checkpoint
 from .judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
 from .judge.score import within_rules
 from .store import store_folder
@@ -101,7 +101,7 @@ def _check_text(run, checkpoint):
     if checkpoint.run is None or checkpoint.untrained or not wants_local(run.recipe):
         return
     summary = checkpoint.run / 'pretrain.json'
-    trained_on = read_json(summary).get('corpus') if summary.exists() else None
+    trained_on = read_json(summary, Summary)['corpus'] if summary.exists() else None
     if trained_on not in (None, run.corpus.fingerprint):
         raise CramError(
             f"{run.corpus.folder} is not the corpus that {checkpoint.run} was trained on: tasks "
@@ -113,7 +113,7 @@ def _check_text(run, checkpoint):
 def _way(run, checkpoint, device):
     "The run's choice where the recipe says auto, if it was made on this kind of device."
     summary, impl = (checkpoint.run or Path()) / 'pretrain.json', run.recipe.impl
-    known = read_json(summary) if checkpoint.run and summary.exists() else {}
+    known = read_json(summary, Summary) if checkpoint.run and summary.exists() else {}
     known = known if known.get('on') == device.type else {}
     precision, attention = pick_precision(impl, device), impl.attn_implementation
     if impl.precision == 'auto' and 'precision' in known:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from typing_extensions import TypedDict
 
 from .core import CramError, load_pretrained, printable, quiet, read_json, whole
 from .original import from_original, plain, refuse
@@ -71,14 +72,16 @@ _PICKLE = (
     "'model.safetensors')."
 )
 
+# %% ../nbs/engine/hub.ipynb #5a7ed006
+_Index = TypedDict('_Index', {'weight_map': dict[str, str]})  # tensor -> file
+
 # %% ../nbs/engine/hub.ipynb #b0b0000b
 def _weight_files(folder):
     "The files that hold the weights: one, or those that an index names."
     index = folder / 'model.safetensors.index.json'
     if not index.exists():
         return ['model.safetensors']
-    places = read_json(index, needs=('weight_map',))['weight_map']
-    named = set(map(str, places.values())) if isinstance(places, dict) else set()
+    named = set(read_json(index, _Index)['weight_map'].values())
     wrong = f"{index} is damaged (its weight_map does not name files beside it)."
     refuse({wrong: not named or any(name != Path(name).name for name in named)})
     return sorted(named)
@@ -145,7 +148,7 @@ def _read_tokenizer(folder, length):
     "The tokenizer beside the weights, if there is one, knowing its special tokens."
     if not (folder / 'tokenizer.json').exists():
         return None
-    read_json(folder / 'tokenizer.json', needs=('model',))
+    read_json(folder / 'tokenizer.json', TypedDict('_Tokenizer', {'model': dict}))
     tokenizer = load_pretrained(PreTrainedTokenizerFast, folder, model_max_length=length)
     words = tokenizer.get_vocab()
     for kind in ('pad', 'unk', 'cls', 'sep', 'mask'):

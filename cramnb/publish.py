@@ -30,6 +30,8 @@ from .hub import first_line, write_pretrained
 from .mlm import CrammedBertForMaskedLM
 from .original import refuse
 from .text.packing import PackedCorpus
+from .recipe import to_dict
+from .run.runs import ScoreFile, Summary, read_recipe
 
 # %% ../nbs/engine/publish.ipynb #b0c0000b
 _BERT = dict(  # what BERT can say, and nothing else
@@ -258,8 +260,8 @@ def publish(
     "Write what the hub expects: verified weights, tokenizer, recipe, card. Raises CramError."
     source = checkpoint or run / 'model'
     _check(run, form, push, source)
-    recipe, summary = read_json(run / 'recipe.json'), read_json(run / 'pretrain.json')
-    glue = read_json(run / 'glue.json') if (run / 'glue.json').exists() else None
+    recipe, summary = to_dict(read_recipe(run)), read_json(run / 'pretrain.json', Summary)
+    glue = read_json(run / 'glue.json', ScoreFile) if (run / 'glue.json').exists() else None
     model, tokenizer = load_whole(source)
     if source.resolve() == (run / 'model').resolve():
         changed = summary.get('model') not in (None, fingerprint(source / 'model.safetensors'))

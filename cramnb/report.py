@@ -19,7 +19,7 @@ from .curves import plot_run, plot_runs
 from .options import flat
 from .recipe import Recipe, show_budget
 from .run.run import Run
-from .run.runs import list_runs, read_log
+from .run.runs import Summary, list_runs, read_log
 from .judge.score import score_table
 from .store import data_card
 
@@ -123,10 +123,7 @@ def pretrain_table(
 # %% ../nbs/engine/report.ipynb #6344bb2a
 def read_summary(folder: Path) -> dict:
     "pretrain.json. Raises CramError when it is damaged."
-    needs = 'device device_name torch parameters updates skipped tokens epochs tokens_per_second'
-    needs += ' flops loss first_heldout heldout unigram'
-    remedy = 'Train again with fresh=True.'
-    return read_json(folder / 'pretrain.json', needs=tuple(needs.split()), remedy=remedy)
+    return read_json(folder / 'pretrain.json', Summary, 'Train again with fresh=True.')
 
 # %% ../nbs/engine/report.ipynb #f16data1
 def _data_part(run):

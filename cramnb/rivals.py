@@ -40,7 +40,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from .core import CramError
+from .core import CramError, read_json
 from .corpus import normalizer
 from .glue import score
 from .mlm import build_model
@@ -198,7 +198,7 @@ def arm_process(
     "Run one arm in a process of its own; print seconds of processor, peak bytes and contents."
     import resource
 
-    data = Data(**json.loads(Path(files).with_suffix('.json').read_text()))
+    data = read_json(Path(files).with_suffix('.json'), Data)
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         before = sum(os.times()[:4])

@@ -32,7 +32,7 @@ from .options import parse_memory
 from .pace import rate_here
 from .recipe import Recipe, preset
 from .train.schedule import batch_size_at
-from .store import store_folder
+from .store import CorpusCard, store_folder
 from .run.watch import show_seconds
 
 # %% ../nbs/18_scaling.ipynb #scece979
@@ -54,7 +54,7 @@ def corpus_rows(
     "Rows of the chosen data: counted where they are prepared, or as their authors say."
     folder = store_folder(recipe.data, Path(recipe.impl.path).expanduser())
     if (folder / 'card.json').exists():
-        return read_json(folder / 'card.json', needs=('counts',))['counts'].get('rows', 0)
+        return read_json(folder / 'card.json', CorpusCard)['counts'].get('rows', 0)
     return _READY.get(recipe.data.hub_path.rpartition('_')[2], 0)
 
 # %% ../nbs/18_scaling.ipynb #scd04a97

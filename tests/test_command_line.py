@@ -6,8 +6,8 @@ from folders import fake_run
 
 from cramnb.command import VERBS, main, option_table, read_command
 from cramnb.core import CramError
-from cramnb.fields import flat
-from cramnb.presets import PRESETS
+from cramnb.options import flat
+from cramnb.options import PRESETS
 from cramnb.recipe import compose, from_dict, to_dict
 
 

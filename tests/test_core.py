@@ -20,7 +20,7 @@ from cramnb.core import (
     write_json,
     write_text,
 )
-from cramnb.fields import fits, option, read_value
+from cramnb.recipe import read_value
 from cramnb.recipe import compose
 
 LIGHT = ("torch", "transformers", "datasets", "scipy", "matplotlib", "sklearn", "evaluate")

@@ -32,7 +32,7 @@ from cramnb.device import (
 from cramnb.distributed import World
 from cramnb.evaluate import _way
 from cramnb.options import Impl
-from cramnb.presets import PRESETS, PROVENANCE
+from cramnb.options import PRESETS, PROVENANCE
 from cramnb.recipe import compose, from_dict, preset, tiny, to_dict
 from cramnb.run.run import Run, pretrain
 from cramnb.train.loop import mlm_loss

@@ -7,8 +7,8 @@ import pytest
 
 from cramnb.command import main, read_command
 from cramnb.core import CramError
-from cramnb.names import ALIASES, RETIRED, TAKEN, VALUES
-from cramnb.fields import flat
+from cramnb.recipe import ALIASES, IGNORED, RETIRED, VALUES, translate
+from cramnb.options import flat
 from cramnb.recipe import compose
 
 FINAL = "amp_b8192_cb_o4_final"

@@ -18,8 +18,8 @@ import zstandard
 from cramnb.core import CramError
 from cramnb.files import Report, choose_files, find_files, read_file
 from cramnb.options import Data
-from cramnb.presets import PRESETS, PROVENANCE
-from cramnb.names import RETIRED
+from cramnb.options import PRESETS, PROVENANCE
+from cramnb.recipe import RETIRED
 from cramnb.recipe import compose, preset
 from cramnb.sources import LEAST, LONGEST, documents, hold_out, interleave, join_rows, mix_parts
 from cramnb.sources import read_hub, source_version, split_files, split_long

@@ -34,7 +34,7 @@ from cramnb.mlm import (
 )
 from cramnb.core import CramError
 from cramnb.options import Arch
-from cramnb.presets import PRESETS
+from cramnb.options import PRESETS
 from cramnb.recipe import preset
 
 SMALL = dict(

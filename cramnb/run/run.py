@@ -32,7 +32,7 @@ from ..launch import share, wait_for_file
 from ..mlm import build_model, count_parameters, flops_per_token
 from ..text.packing import PackedCorpus
 from ..recipe import Recipe, to_dict
-from .runs import check_folder, finished, lock_run, make_folder, run_folder
+from .runs import Summary, check_folder, finished, lock_run, make_folder, run_folder
 from ..train.schedule import lr_factor
 from ..store import prepare_corpus, store_folder
 from .watch import Trackers, check_trackers
@@ -158,7 +158,7 @@ def pretrain(run: Run) -> dict:  # what the report needs; empty on all processes
         if not done:
             return _train(run)
     run.say(f"{run.folder} is trained already: give another name, or fresh=True to start over.")
-    return read_json(run.folder / 'pretrain.json') if first else {}
+    return read_json(run.folder / 'pretrain.json', Summary) if first else {}
 
 # %% ../../nbs/library/run/run.ipynb #a7fe8ac4
 def _train(run):
