@@ -326,6 +326,8 @@ def _ended(error, words, call):
 # %% ../nbs/engine/command.ipynb #a391162c
 def _reason(error):
     "An error in the user's words."
+    if isinstance(error, MemoryError):
+        return 'The memory of this machine is full: read less at once, or close other programs.'
     if 'out of memory' in str(error):
         first = str(error).splitlines()[0]
         remedy = 'give a smaller impl.microbatch_size, or a smaller model'
@@ -349,9 +351,9 @@ def main(
         with terminated():
             _work(words, call)
         return 0
-    except (KeyboardInterrupt, Stopped, LostRank, CramError, OSError) as e:
+    except (KeyboardInterrupt, Stopped, LostRank, CramError, OSError, MemoryError) as e:
         return _ended(e, words, call)
     except RuntimeError as e:
-        if 'out of memory' not in str(e):
-            raise
+        if 'out of memory' not in str(e) and 'home directory' not in str(e):
+            raise  # the second one is what pathlib says of ~nobody
         return _ended(e, words, call)

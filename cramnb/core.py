@@ -188,24 +188,21 @@ def validation_line(
     prefix: str = '',  # before the key: 'data.'
     known=(),  # valid keys
 ) -> str:
-    "The first thing that is wrong: key, what was found, what is allowed."
+    "A sentence about the first thing that is wrong: key, what was found, what is allowed."
     first = error.errors(include_url=False)[0]
     key = prefix + '.'.join(p for p in first['loc'] if isinstance(p, str))
-    text, kind = str(first['input']), first['type']
-    said = f"{key}={printable(text[:60])}{'…' * (len(text) > 60)}"
-    if isinstance(first['input'], (dict, list)) or not key:
-        said = f"{key or 'it'} is a {type(first['input']).__name__}"
-    if kind in ('missing', 'missing_argument'):
-        return f"{key} is missing"
-    if kind in ('extra_forbidden', 'unexpected_keyword_argument'):
-        return f"{key} is not known.{nearest(key.removeprefix(prefix), known)}".rstrip('.')
+    kind, text = first['type'], str(first['input'])
+    said = f"{key}={printable(text[:60])}{'…' * (len(text) > 60)}" if key else 'it'
     if kind == 'json_invalid':
-        return first['msg']
+        return f"{first['msg']}."
+    if kind == 'missing':
+        return f"{key} is missing."
+    if kind in ('extra_forbidden', 'unexpected_keyword_argument'):
+        return f"{key} is not known.{nearest(key.removeprefix(prefix), known)}"
     if kind == 'literal_error':
         allowed = re.findall("'([^']*)'", first['ctx']['expected'])
-        hint = nearest(text, allowed)
-        return f"{said} is not supported: choose from {', '.join(allowed)}.{hint}".rstrip('.')
-    return f"{said} is not possible: {first['msg'].replace('Input should', 'it should')}"
+        return f"{said} is not supported: choose from {', '.join(allowed)}.{nearest(text, allowed)}"
+    return f"{said} is not possible: {first['msg'].replace('Input should', 'it should')}."
 
 # %% ../nbs/library/core.ipynb #f0f714c5
 def record(
@@ -229,7 +226,7 @@ def decode(
         return _decoder(kind).validate_json(text, strict=True)
     except ValidationError as e:
         end = f' {remedy}' if remedy else ''
-        raise Damaged(f"{where} is damaged ({validation_line(e)}).{end}") from None
+        raise Damaged(f"{where} is damaged ({validation_line(e)[:-1]}).{end}") from None
 
 # %% ../nbs/library/core.ipynb #407f5852
 @cache

@@ -39,7 +39,7 @@ def checked(
     cls: type,  # its fields are made by `option`
 ) -> type:  # a dataclass that raises CramError for a value that cannot be
     "A dataclass whose values have the declared types, strictly, and lie within their bounds."
-    strict = ConfigDict(strict=True, extra='forbid', allow_inf_nan=False, defer_build=True)
+    strict = ConfigDict(strict=True, extra='forbid', allow_inf_nan=False)
     cls = pydantic_dataclass(cls, config=strict)
     build, prefix = cls.__init__, '' if cls.__name__ == 'Recipe' else f'{cls.__name__.lower()}.'
 
@@ -49,7 +49,7 @@ def checked(
             build(self, *args, **values)
         except ValidationError as e:
             known = [f.name for f in fields(cls)]
-            raise CramError(validation_line(e, prefix, known) + '.') from None
+            raise CramError(validation_line(e, prefix, known)) from None
 
     cls.__init__ = init
     return cls
@@ -175,7 +175,7 @@ class Data:
         100, 'bytes from which a repeated span is cut', ge=1, le=10**6)
     near_duplicates: float = option(
         0.0, 'drop documents that share so much of their wording with an earlier one (0: keep all)',
-        lt=0.99)
+        le=0.98)
     trash_cutoff: Share = option(
         0.0, 'drop documents with more tokens per character than this (0: keep all)')
     tokenizer: Literal['WordPiece', 'BPE', 'Unigram', 'WordLevel', 'WordPieceBERT',

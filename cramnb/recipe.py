@@ -272,12 +272,14 @@ def _names(recipe):
     for key, value in flat(recipe).items():
         if isinstance(value, str) and not value.isprintable():
             yield f"{key}={value!r} holds a control character."
+        elif isinstance(value, str) and os.path.expanduser(value).startswith('~'):
+            yield f"{key}={value[:60]}: there is no home folder of that name."
     schedule_name(recipe.train.scheduler)
     schedule_name(recipe.eval.scheduler)
     for name in recipe.eval.tasks.replace(' ', '').split(','):
         if name and name not in TASK_NAMES:
             hint = nearest(name, TASK_NAMES)
-            yield f"eval.tasks={name} is not a task: choose from {', '.join(TASK_NAMES)}.{hint}"
+            yield f"eval.tasks={name[:60]} is not a task: choose from {', '.join(TASK_NAMES)}.{hint}"
 
 # %% ../nbs/library/recipe.ipynb #37447320
 def _text(recipe):
@@ -295,7 +297,7 @@ def _text(recipe):
         value, readers = getattr(data, key), sources.split()
         if data.source not in readers and value != getattr(Data(), key):
             add = f"data{'' if readers[0] in PRESETS['data'] else '.source'}={readers[0]}"
-            yield f"data.{key}={value} is not read with data.source={data.source}: add {add}."
+            yield f"data.{key}={value[:60]} is not read with data.source={data.source}: add {add}."
 
 # %% ../nbs/library/recipe.ipynb #ee0ca0cb
 def _training(recipe):
@@ -384,7 +386,7 @@ def _set(recipe, key, text):
         same = [repr(k) for k in known if k.rpartition('.')[2] == last]
         hint = f" Did you mean {' or '.join(same)}?" if same else ''
         hint = hint or nearest(key, [*known, *GROUPS, *ALIASES])
-        raise CramError(f"{key} is not an option.{hint} `cramnb cram --help all` lists them.")
+        raise CramError(f"{key[:60]} is not an option.{hint} `cramnb cram --help all` lists them.")
     part, option = known[key]
     value = parse_budget(text) if key == 'budget' else read_value(text, option.annotation)
     setattr(part, key.rpartition('.')[2], value)
