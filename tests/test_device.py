@@ -14,6 +14,7 @@ import torch
 from cramnb.auto import as_before, fit_here, memory_line, settle, way_of
 from cramnb.train.checkpoint import save_checkpoint
 from cramnb.choices import How, Machine, how_to_compute, machine_of, recipe_for
+from cramnb.command import read_command
 from cramnb.core import CramError, LostRank, Stopped
 from cramnb.device import (
     MaybeCompiled,
@@ -32,8 +33,8 @@ from cramnb.device import (
 from cramnb.distributed import World
 from cramnb.evaluate import _way
 from cramnb.options import Impl
-from cramnb.options import PRESETS, PROVENANCE
-from cramnb.recipe import compose, from_dict, preset, tiny, to_dict
+from folders import SUMMARY
+from cramnb.recipe import compose, preset, tiny
 from cramnb.run.run import Run, pretrain
 from cramnb.train.loop import mlm_loss
 from cramnb.ways import (
@@ -152,28 +153,16 @@ def test_impl_auto_takes_the_recipe_that_suits_the_machine_and_says_so(machine, 
 def test_words_that_are_named_win_over_the_machine(monkeypatch):
     monkeypatch.setattr("cramnb.choices.best_device", lambda: CPU)
     told = []
-    r = compose(["impl=auto", "budget=24", "arch=hf-bert-tiny"], say=told.append)
+    asked = ["impl=auto", "budget=24", "name=x"]
+    r = read_command(["cram", *asked, "arch=hf-bert-tiny"], told.append)[1]
     assert r.arch.model_type == "bert" and r.train == preset("train", "tiny") and len(told) == 1
-    compose(["impl=auto", "arch=tiny", "train=tiny", "data=docstrings"], say=told.append)
-    compose(["budget=24"], say=told.append)
+    named = ["arch=tiny", "train=tiny", "data=docstrings"]
+    read_command(["cram", *asked, *named], told.append)
+    read_command(["cram", *asked[1:]], told.append)
     assert len(told) == 1
     machine = machine_of("A100")
     monkeypatch.setattr("cramnb.choices.machine_here", lambda device: machine)
-    assert compose(["impl=auto", "budget=24"]).arch.hidden_size == 768
-
-
-def test_each_preset_of_a_card_says_what_is_expected_and_what_was_measured():
-    assert PROVENANCE["impl"].keys() == PRESETS["impl"].keys()
-    for name, words in PRESETS["impl"].items():
-        line = PROVENANCE["impl"][name]
-        assert not words.get("memory") or "expected" in line and "measured" in line
-
-
-def test_a_preset_of_a_card_is_refused_where_there_is_no_such_device(monkeypatch):
-    monkeypatch.setattr("cramnb.device.best_device", lambda: CPU)
-    for name, word in [("rtx-3060-ti", "cuda"), ("apple-m1", "mps")]:
-        with pytest.raises(CramError, match=f"impl.device={word}: torch sees no"):
-            pick_device(preset("impl", name))
+    assert read_command(["cram", *asked])[1].arch.hidden_size == 768
 
 
 # --- a limit of memory
@@ -283,12 +272,6 @@ def test_a_resumed_run_keeps_its_choices_of_memory_and_compiler(tmp_path):
 def test_switches_are_read_as_the_original_wrote_them(word, want):
     assert tiny(f"impl.compile_torch={word}").impl.compile_torch == want
     assert tiny(f"arch.gradient_checkpointing={word}").impl.recompute == want
-
-
-def test_a_recipe_of_an_older_version_is_read():
-    values = to_dict(tiny())
-    values["impl"]["compile_torch"] = True
-    assert from_dict(values).impl.compile_torch == "true"
 
 
 def test_a_gpu_that_is_not_there_is_told(monkeypatch):
@@ -491,7 +474,7 @@ def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts,
 def test_fine_tuning_takes_the_kernel_of_the_run(said, known, want, tmp_path):
     facts = dict(on="cpu", precision="bfloat16", attn_implementation=known)
     facts = facts if known else dict(on="cuda", attn_implementation="eager")
-    (tmp_path / "pretrain.json").write_text(json.dumps(facts))
+    (tmp_path / "pretrain.json").write_text(json.dumps(SUMMARY | facts))
     run = SimpleNamespace(recipe=tiny(f"impl.attn_implementation={said}"))
     assert _way(run, SimpleNamespace(run=tmp_path), CPU)[1] == want
 
@@ -501,12 +484,11 @@ def test_fine_tuning_takes_the_kernel_of_the_run(said, known, want, tmp_path):
     [
         ("auto", dict(on="cpu", precision="bfloat16"), torch.bfloat16),
         ("auto", dict(on="cuda", precision="bfloat16"), torch.float32),
-        ("auto", dict(), torch.float32),  # a run from before this was noted
         ("float32", dict(on="cpu", precision="bfloat16"), torch.float32),
     ],
 )
 def test_fine_tuning_takes_the_format_of_the_run(said, known, want, tmp_path):
-    (tmp_path / "pretrain.json").write_text(json.dumps(known))
+    (tmp_path / "pretrain.json").write_text(json.dumps(SUMMARY | known))
     run = SimpleNamespace(recipe=tiny(f"impl.precision={said}"))
     assert _way(run, SimpleNamespace(run=tmp_path), CPU)[0] == want
     for nowhere in (None, Path(tmp_path / "other")):

@@ -28,7 +28,8 @@ from cramnb.hub import convert
 from cramnb.original import from_heads, from_original
 from cramnb.publish import publish, publish_corpus, to_bert, upload, why_not_bert
 from cramnb.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification
-from cramnb.core import CramError
+from cramnb.core import CramError, fingerprint
+from folders import SCORES, SUMMARY
 from cramnb.recipe import compose, preset, tiny, to_dict
 from cramnb.store import prepare_corpus
 
@@ -654,7 +655,8 @@ def run(tmp_path):
         (folder / "recipe.json").write_text(json.dumps(to_dict(recipe)))
         (folder / "pretrain.json").write_text(
             json.dumps(
-                dict(
+                SUMMARY
+                | dict(
                     device_name="a card",
                     parameters=123,
                     tokens=456,
@@ -662,13 +664,15 @@ def run(tmp_path):
                     heldout=2.5,
                     unigram=6.5,
                     torch="2",
+                    model=fingerprint(folder / "model/model.safetensors"),
                 )
             )
         )
         (folder / "metrics.jsonl").write_text("")
         (folder / "glue.json").write_text(
             json.dumps(
-                dict(
+                SCORES
+                | dict(
                     protocol=asdict(recipe.eval),
                     scores=[
                         dict(name="rte", metric="accuracy", median=0.6),

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 
 from cramnb.core import CramError
+from folders import SUMMARY
 from cramnb.evaluate import adopt, open_text, plot_scores
 from cramnb.evaluate import score as evaluate
 from cramnb.exams import load_folder, load_tasks
@@ -149,7 +150,7 @@ def test_answers_that_are_no_numbers_count_as_nothing_and_are_said(checkpoint):
         checkpoint,
         TASKS["stsb"],
         dict(train=rows_of("stsb", 16), dev=rows_of("stsb", 8)),
-        replace(EV, lr=1e30, epochs=1, batch_size=2),
+        replace(EV, lr=10.0, epochs=1, batch_size=2),
         0,
     )
     assert trial.metrics == dict(pearson=0.0, spearman=0.0) and "not numbers" in trial.remark
@@ -307,7 +308,7 @@ def test_local_tasks_are_made_of_the_text_that_the_weights_did_not_read(
 ):
     monkeypatch.chdir(tmp_path)
     first = make_folder(tiny("name=first", "data.seq_length=64"))
-    (first / "pretrain.json").write_text(json.dumps(dict(corpus="the text of first")))
+    (first / "pretrain.json").write_text(json.dumps(SUMMARY | dict(corpus="the text of first")))
     asked = Run(tiny(f"name={'second' if value == 'first' else 'first'}"))
     checkpoint = Checkpoint(first / "model", Path("runs/first"), own=value == "latest")
     run = adopt(asked, checkpoint.run)
