@@ -121,43 +121,6 @@ def test_torn_lines_of_glues_tables_are_left_out_and_a_wrong_table_is_named(tmp_
         load_folder("wnli", tmp_path)
 
 
-MSR = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
-
-
-@pytest.mark.parametrize("ids", ["dev_ids.tsv", "mrpc_dev_ids.tsv", ""])
-def test_mrpc_under_its_publishers_names(ids, tmp_path):
-    folder = tmp_path / "MRPC"
-    folder.mkdir()
-    (folder / "msr_paraphrase_train.txt").write_text(
-        "\ufeff" + MSR + '1\t7\t8\ta "b\tc\r\n0\t2\t3\td\te\r\n1\t4\t5\tf\tg"\r\n',
-        encoding="utf-8",
-        newline="",
-    )
-    (folder / "msr_paraphrase_test.txt").write_text(
-        "\ufeff" + MSR + "1\t9\t10\th\ti\r\n", encoding="utf-8", newline=""
-    )
-    if ids:
-        (folder / ids).write_text("2\t3\n")
-    got = load_folder("mrpc", tmp_path)
-    if ids:
-        assert [[r["idx"] for r in got[s]] for s in ("train", "dev", "test")] == [
-            [0, 2],
-            [1],
-            [0],
-        ] and "label" not in got["test"][0]
-    else:
-        assert (
-            [r["idx"] for r in got["train"]] == [0, 1, 2]
-            and got["dev"] == [dict(sentence1="h", sentence2="i", label=1, idx=0)]
-            and "test" not in got
-        )
-    assert (
-        got["train"][0]["sentence1"] == 'a "b'
-        and got["train"][-1]["sentence2"] == 'g"'
-        and "not comparable" in check_rows(TASKS["mrpc"], got)
-    )
-
-
 @pytest.mark.parametrize("name", GLUE)
 @pytest.mark.parametrize(
     "layout",
