@@ -192,7 +192,7 @@ def data(
     text = folder / 'text.jsonl'
     with text.open('w', encoding='utf-8') as f:
         f.writelines(json.dumps(dict(text=t)) + '\n' for t, _ in documents(d))
-    read = 'mix hub_path files heldout_files keep_rows join_rows near_duplicates max_documents '
+    read = 'mix hub_path files heldout_files join_rows near_duplicates max_documents '
     fresh = Data()  # defaults: `text` already obeys the limits
     d = replace(d, **{k: getattr(fresh, k) for k in [*read.split(), 'max_megabytes', 'text_key']})
     write_json(text.with_suffix('.json'), asdict(d))

@@ -8,7 +8,6 @@
 - `cramnb.core`: Errors with the nearest name, files written whole or not at all
 - `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
 - `cramnb.cram`: Raw text to score table: what `cramnb cram`, `pretrain`, `eval` and `data` do
-- `cramnb.fields`: An option knows its meaning and its bounds, and a word of the command line is read by its type
 - `cramnb.files`: Texts out of text files, JSON, tables and archives, and a report of what was damaged
 - `cramnb.judge.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
 - `cramnb.judge.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
@@ -19,13 +18,10 @@
 - `cramnb.model.mlm`: A decoder that looks only where it is asked, classifiers, and their entry in transformers
 - `cramnb.model.original`: The published crammed-BERT weights, of both generations, as the function that they were
 - `cramnb.model.zoo`: Each relative of crammed-BERT as a few changed fields, and what it weighs
-- `cramnb.names`: Command lines of cramming, understood option for option
-- `cramnb.options`: Collected from the chapters they belong to, in a module that loads without torch
-- `cramnb.presets`: Named recipes, collected from the chapters they belong to
+- `cramnb.options`: Every choice of a run, in five groups with types and bounds, and the named sets of values
 - `cramnb.ready`: Published rows and their tokenizer, fetched in parts; and rows of random tokens
 - `cramnb.recipe`: One graphics card, one day, and every choice of the run in one typed object
 - `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory
-- `cramnb.rules`: Mistakes that only two parts of a recipe together can show, told before anything starts
 - `cramnb.run.hub`: Checkpoints of the original in; ordinary Hugging Face folders, model cards and rows out
 - `cramnb.run.page`: Loss, speed, memory and time left in a browser, without an account
 - `cramnb.run.plan`: Memory, rate, tokens, disk and, near the runs that were measured, the loss: all before anything is built

@@ -23,8 +23,9 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typing_extensions import TypedDict
 
-from .core import CramError, load_pretrained, read_json, remove
+from .core import CramError, load_pretrained, read_json, record, remove
 from .core import whole, write_array, write_json
 from .options import Data
 from .text.packing import Rows, narrow, write_rows
@@ -118,6 +119,13 @@ def _stream_rows(data, state):
             "The same command goes on where it stopped."
         ) from e
 
+# %% ../nbs/engine/ready.ipynb #5a7ed007
+@record
+class _Part(TypedDict):
+    rows: int  # so far
+    state: dict  # of the stream behind them
+    end: bool
+
 # %% ../nbs/engine/ready.ipynb #d0797288
 PART_ROWS = 262_144  # rows of a part: what a stopped download loses at most
 
@@ -127,7 +135,7 @@ def _fetch_parts(data, parts, progress):
     done = len(list(parts.glob('*.json')))
     place = dict(rows=0, state={}, end=False)
     if done:
-        place = read_json(parts / f'{done - 1:05d}.json')
+        place = read_json(parts / f'{done - 1:05d}.json', _Part)
     if place['end']:
         return
     limit, n, held = data.max_rows or 2**62, place['rows'], []

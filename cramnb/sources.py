@@ -23,16 +23,15 @@ from pathlib import Path
 
 from .core import CramError, fingerprint
 from .corpus import checksum, docstrings, is_heldout, lost_characters, random_text
-from .files import Report, choose_files, columns, find_files, kind_of, read_file, texts_of
-from .options import Data
-from .presets import PRESETS
+from .files import Report, choose_files, find_files, kind_of, read_file, texts_of
+from .options import PRESETS, Data
 from .recipe import preset
 
 LONGEST = 1_000_000  # characters of a document; a longer one is split
 LEAST = 12_000  # characters to hold out at least: some rows of tokens, and a small exam
 AGAIN = 'The same command reads the set again from its first record: nothing of it is kept.'
 EARLY = 16_000_000  # characters to read at most before what is held out is decided anew
-_PART = 'source hub_path hub_name hub_split hub_revision text_key keep_rows join_rows'.split()
+_PART = 'source hub_path hub_name hub_split hub_revision text_key join_rows'.split()
 
 # %% ../nbs/engine/sources.ipynb #f4df5844
 def _check_parts(
@@ -73,18 +72,18 @@ def open_hub(
 
 # %% ../nbs/engine/sources.ipynb #2d50a884
 def read_hub(
-    data: Data,  # reads hub_path, hub_name, hub_split, hub_revision, text_key, keep_rows
+    data: Data,  # reads hub_path, hub_name, hub_split, hub_revision, text_key
     report: Report | None = None,  # is told what was left out
 ) -> Iterator[str]:  # documents, streamed
     "Stream a data set of the hub, or a folder in its layout. Raises CramError, ConnectionError."
-    report, n, path, wanted = report or Report(), 0, data.hub_path, columns(data)
+    report, n, path = report or Report(), 0, data.hub_path
     try:
         stream = open_hub(data, report)
     except Exception as e:  # datasets, huggingface_hub and their transports each raise their own
         raise CramError(f"data.hub_path={path} cannot be loaded: {_reason(e, path)}") from None
     names = getattr(stream, 'column_names', None) or []
     if data.text_key in names:
-        stream = stream.select_columns([k for k in wanted if k in names])
+        stream = stream.select_columns([data.text_key])
     try:
         for text in texts_of(enumerate(stream, 1), f"{path}, record", data, report):
             n += 1

@@ -6,6 +6,20 @@ from cramnb.core import write_json, write_text
 from cramnb.run.watch import Log
 
 
+SUMMARY = dict(  # of pretrain.json
+    dict.fromkeys("first_heldout loss heldout unigram seconds epochs flops".split(), 1.5),
+    **dict.fromkeys("updates tokens skipped parameters microbatch_size".split(), 7),
+    **dict.fromkeys("tflops peak_share memory_gb energy_kwh".split()),
+    **dict.fromkeys("corpus torch attn_implementation model".split(), "x"),
+    **dict(tokens_per_second=10.0, device="cpu", device_name="1 CPU thread"),
+    **dict(precision="float32", on="cpu"),
+)
+SCORES = dict(  # of glue.json
+    dict(checkpoint="model", protocol={}, precision="float32", rules="within the rules"),
+    **dict(mean=0.5, harmonic_mean=0.5, scores=[], remarks=[]),
+)
+
+
 def fake_run(base: Path, name: str, rows: int = 5, **files):
     folder = base / name
     folder.mkdir(parents=True)
@@ -27,5 +41,5 @@ def fake_run(base: Path, name: str, rows: int = 5, **files):
         if isinstance(v, str):
             write_text(folder / f"{k}.json", v)
         else:
-            write_json(folder / f"{k}.json", v)
+            write_json(folder / f"{k}.json", dict(pretrain=SUMMARY, glue=SCORES)[k] | v)
     return folder

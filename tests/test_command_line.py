@@ -2,12 +2,10 @@
 
 import pytest
 from conftest import cramnb
-from folders import fake_run
 
-from cramnb.cli import VERBS, main, option_table, read_command
+from cramnb.cli import VERBS, main, read_command
 from cramnb.core import CramError
-from cramnb.fields import flat
-from cramnb.presets import PRESETS
+from cramnb.options import PRESETS, flat
 from cramnb.recipe import compose, from_dict, to_dict
 
 
@@ -25,64 +23,63 @@ def mistake(capsys, *words: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        (["budget=-1"], ["budget=-1", "3m"]),
-        (["budget=abc"], ["budget=abc", "hours"]),
-        (["budget=0"], ["budget=0", "more than zero"]),
-        (["train.batchsize=3"], ["train.batchsize", "train.batch_size"]),
-        (["lr=1e-3"], ["lr", "not an option"]),
-        (["arch=crammedbert"], ["arch=crammedbert", "'crammed-bert'"]),
-        (
-            ["arch=hf-bert-tiny", "arch.norm_placement=post"],
-            ["arch.norm_placement=post", "model_type=bert"],
-        ),
-        (["data=oscar"], ["data=oscar", "fineweb-edu"]),
-        (["data=docstring"], ["data=docstring", "'docstrings'"]),
-        (["train=bert-04"], ["train=bert-04", "'bert-o4'"]),
-        (["eval=GLUE-sane"], ["eval=GLUE-sane", "'GLUE_sane'"]),
-        (["train.batch_size=many"], ["train.batch_size=many", "int"]),
-        (["train.dropout=perhaps"], ["train.dropout=perhaps", "bool"]),
-        (["train.lr=["], ["train.lr=[", "float"]),
-        (["train.lr=${x}"], ["train.lr=${x}", "float"]),
-        (["train.lr=nan"], ["train.lr=nan"]),
-        (["train.lr=inf"], ["train.lr=inf"]),
-        (["train.mlm_probability=25"], ["train.mlm_probability=25", "share"]),
-        (
-            ["impl.microbatch_size=64", "train.batch_size=32"],
-            ["impl.microbatch_size=64", "train.batch_size=32"],
-        ),
-        (["impl.microbatch_size=lots"], ["impl.microbatch_size=lots", "auto"]),
-        (["arch.num_attention_heads=3"], ["arch.num_attention_heads=3", "hidden_size=128"]),
-        (["arch.position_embedding_type=rotar"], ["rotar", "rotary"]),
-        (
-            ["arch=tiny-crammed", "data.seq_length=256"],
-            ["data.seq_length=256", "max_position_embeddings=128"],
-        ),
-        (["train.scheduler=triangle3"], ["triangle3", "triangle2"]),
-        (["name=a/b"], ["name=a/b", "letters"]),
-        (["name=.."], ["name=..", "letters"]),
-        (["eval.tasks=kola"], ["kola", "'cola'"]),
-        (["eval.trials=0"], ["eval.trials=0"]),
-        (["data=files"], ["data.files", "CRAMNB_DATA"]),
-        (["data=files", "data.files=nowhere"], ["data.files=nowhere"]),
-        (["impl.device=cuda"], ["impl.device=cuda", "no CUDA"]),
-        (["impl.attn_implementation=flash_attention_2"], ["flash_attention_2", "sdpa"]),
-        (["train.optimizer=muan"], ["muan", "muon"]),
-        (["nonsense"], ["nonsense", "key=value"]),
-    ],
-)
-def test_a_mistake_gets_one_line_and_leaves_nothing(words, told, capsys, tmp_path, monkeypatch):
+MISTAKES = {  # command: what the line must hold, the nearest name among it
+    "pretrian": "'pretrain'",
+    "pretrain nonsense": "nonsense key=value",
+    "pretrain budget=-1": "budget=-1 3m",
+    "pretrain budget=abc": "budget=abc hours",
+    "pretrain budget=0": "budget=0",
+    "pretrain train.batchsize=3": "train.batchsize train.batch_size",
+    "pretrain lr=1e-3": "lr 'train.lr' 'eval.lr'",
+    "pretrain arch=crammedbert": "arch=crammedbert 'crammed-bert'",
+    "pretrain arch=hf-bert-tiny arch.norm_placement=post": "norm_placement=post model_type=bert",
+    "pretrain data=oscar": "data=oscar fineweb-edu",
+    "pretrain data=docstring": "data=docstring 'docstrings'",
+    "pretrain train=bert-04": "train=bert-04 'bert-o4'",
+    "eval eval=GLUE-sane": "eval=GLUE-sane 'GLUE_sane'",
+    "pretrain train.batch_size=many": "train.batch_size=many integer",
+    "pretrain train.dropout=perhaps": "train.dropout=perhaps boolean",
+    "pretrain train.lr=[": "train.lr=[ number",
+    "pretrain train.lr=${x}": "train.lr=${x} number",
+    "pretrain train.lr=nan": "train.lr=nan finite",
+    "pretrain train.mlm_probability=25": "train.mlm_probability=25 1",
+    "pretrain data.near_duplicates=0.99": "data.near_duplicates=0.99 0.98",
+    "pretrain impl.microbatch_size=64 train.batch_size=32": "microbatch_size=64 batch_size=32",
+    "pretrain impl.microbatch_size=lots": "impl.microbatch_size=lots auto",
+    "pretrain arch.num_attention_heads=3": "arch.num_attention_heads=3 hidden_size=128",
+    "pretrain arch.position_embedding_type=rotar": "rotar 'rotary'",
+    "pretrain arch=tiny-crammed data.seq_length=256": "seq_length=256 max_position_embeddings=128",
+    "pretrain train.scheduler=triangle3": "triangle3 triangle2",
+    "pretrain train.optimizer=muan": "muan 'muon'",
+    "pretrain name=a/b": "name=a/b letters",
+    "pretrain name=..": "name=.. letters",
+    "pretrain eval.tasks=kola": "kola 'cola'",
+    "pretrain eval.trials=0": "eval.trials=0 1",
+    "pretrain data=files": "data.files CRAMNB_DATA",
+    "pretrain data=files data.files=nowhere": "data.files=nowhere",
+    "pretrain impl.device=cuda": "impl.device=cuda CUDA",
+    "pretrain impl.attn_implementation=flash_attention_2": "flash_attention_2 sdpa",
+    "pretrain impl.memory=much": "impl.memory=much 8GB",
+    "pretrain base_dir=~nosuchuser/x": "base_dir=~nosuchuser",
+    "runs base_dir=~nosuchuser": "base_dir=~nosuchuser",
+    "convert ~nosuchuser target": "home",
+    "plan gpu=rtx4090 gpu=a100": "gpu=a100 once",
+    "plot a x=time x=tokens": "x=tokens once",
+    "watch nosuch": "nosuch",
+    "watch name=nosuch": "nosuch",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_gets_one_line_and_leaves_nothing(words, capsys, tmp_path, monkeypatch):
     import torch
 
     if "impl.device=cuda" in words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CRAMNB_DATA", raising=False)
-    err = mistake(capsys, "pretrain", *words)
-    for part in told:
-        assert part in err
+    line = mistake(capsys, *words.split())
+    assert all(part in line for part in MISTAKES[words].split()), line
     assert not [p for p in tmp_path.rglob("*") if p.is_file()], "a file was left behind"
 
 
@@ -136,10 +133,6 @@ def test_a_vocabulary_that_a_text_cannot_fill_shrinks_and_says_so(
     assert "The vocabulary has" in capsys.readouterr().out
 
 
-def test_unknown_verb(capsys):
-    assert "'pretrain'" in mistake(capsys, "pretrian")
-
-
 def test_help_names_every_verb_preset_and_key(capsys):
     assert main(["--help"]) == 0 and main([]) == 0
     usage = capsys.readouterr().out
@@ -152,10 +145,6 @@ def test_help_names_every_verb_preset_and_key(capsys):
             assert name in text
     for key in flat(compose([])):
         assert f"  {key}=" in text
-
-
-def test_every_key_has_a_meaning():
-    assert not [key for key, _, meaning in option_table() if len(meaning) < 5]
 
 
 def test_commands_of_cramming_carry_over():
@@ -236,24 +225,9 @@ def test_a_command_of_the_original_says_what_it_ignores(capsys, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     main(["eval", "name=nobody", "impl.fullgraph=False"])
     out = capsys.readouterr().out
-    assert out.startswith("impl.fullgraph=False changes nothing here: ") and out.count("\n") == 1
+    assert out.startswith("impl.fullgraph=False changes nothing here") and out.count("\n") == 1
 
 
 def test_the_module_runs_as_a_command(tmp_path):
     done = cramnb("pretrain", "budget=never", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-
-
-def test_a_word_of_a_verb_given_twice_is_one_message(capsys):
-    for words in (["plan", "gpu=rtx4090", "gpu=a100"], ["plot", "a", "x=time", "x=tokens"]):
-        assert main(words) == 2
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1 and words[-1] in err and "once" in err
-
-
-def test_watch_takes_the_name_in_both_forms(tmp_path):
-    "`watch NAME` and `watch name=NAME` mean the same run; a wrong one is named."
-    fake_run(tmp_path / "runs", "other")
-    for words in (["nosuch"], ["name=nosuch"]):
-        done = cramnb("watch", *words, cwd=tmp_path)
-        assert done.returncode == 2 and "nosuch" in done.stderr, done.stderr

@@ -27,6 +27,7 @@ from cramnb.run.hub import convert, publish, publish_corpus, to_bert, upload, wh
 from cramnb.model.original import from_original
 from cramnb.model.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification
 from cramnb.core import CramError
+from folders import SCORES, SUMMARY
 from cramnb.recipe import compose, preset, tiny, to_dict
 from cramnb.store import prepare_corpus
 from cramnb.text.tokenizer import train_tokenizer
@@ -489,8 +490,8 @@ def run(tmp_path):
         scores += [dict(name="cola", metric="matthews", median=0.2)]
         files = {
             "recipe.json": to_dict(recipe),
-            "pretrain.json": summary | dict(heldout=2.5, unigram=6.5),
-            "glue.json": dict(protocol=asdict(recipe.eval), scores=scores),
+            "pretrain.json": SUMMARY | summary | dict(heldout=2.5, unigram=6.5),
+            "glue.json": SCORES | dict(protocol=asdict(recipe.eval), scores=scores),
         }
         for name, values in files.items():
             (folder / name).write_text(json.dumps(values))

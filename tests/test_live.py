@@ -16,6 +16,7 @@ from conftest import ROOT, cramnb
 
 from cramnb.run import page as live
 from cramnb.core import CramError, write_json
+from folders import SUMMARY
 from cramnb.run.page import LiveServer, curve, live_data, live_page, watch_run
 from cramnb.run.runs import lock_run
 
@@ -89,7 +90,7 @@ def test_each_end_of_a_run_is_shown(folder):
     assert live_data(folder)["kind"] == "died"
     with lock_run(folder):
         assert live_data(folder)["kind"] == "running"
-    write_json(folder / "pretrain.json", dict(heldout=2.5))
+    write_json(folder / "pretrain.json", SUMMARY | dict(heldout=2.5))
     ended = live_data(folder)
     assert ended["kind"] == "ended" and ended["texts"]["heldout"] == "2.500"
     assert ended["texts"]["left"] == "–"

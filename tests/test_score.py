@@ -20,6 +20,7 @@ from cramnb import cram
 from cramnb.cram import adopt, text_of
 from cramnb.judge.tasks import load_folder, load_tasks
 from cramnb.run.run import adopt, plot_scores
+from folders import SUMMARY
 from cramnb.judge.finetune import Trial, leak, run_trial
 from cramnb.judge.tasks import TASKS
 from cramnb.recipe import preset, tiny
@@ -146,11 +147,13 @@ def test_predictions_in_glues_submission_format(checkpoint, tmp_path):
 
 
 def test_answers_that_are_no_numbers_count_as_nothing_and_are_said(checkpoint):
+    wild = replace(EV, epochs=1, batch_size=2)
+    wild.lr = 1e30  # which no recipe may say
     trial, _ = run_trial(
         checkpoint,
         TASKS["stsb"],
         dict(train=rows_of("stsb", 16), dev=rows_of("stsb", 8)),
-        replace(EV, lr=1e30, epochs=1, batch_size=2),
+        wild,
         0,
     )
     assert trial.metrics == dict(pearson=0.0, spearman=0.0) and "not numbers" in trial.remark
@@ -308,7 +311,7 @@ def test_local_tasks_are_made_of_the_text_that_the_weights_did_not_read(
 ):
     monkeypatch.chdir(tmp_path)
     first = make_folder(tiny("name=first", "data.seq_length=64"))
-    (first / "pretrain.json").write_text(json.dumps(dict(corpus="the text of first")))
+    (first / "pretrain.json").write_text(json.dumps(SUMMARY | dict(corpus="the text of first")))
     asked = tiny(f"name={'second' if value == 'first' else 'first'}")
     checkpoint = Checkpoint(first / "model", Path("runs/first"), own=value == "latest")
     recipe = adopt(asked, checkpoint.run)

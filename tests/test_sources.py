@@ -18,8 +18,8 @@ import zstandard
 from cramnb.core import CramError
 from cramnb.files import Report, choose_files, find_files, read_file
 from cramnb.options import Data
-from cramnb.presets import PRESETS, PROVENANCE
-from cramnb.names import RETIRED
+from cramnb.options import PRESETS, PROVENANCE
+from cramnb.recipe import RETIRED
 from cramnb.recipe import compose, preset
 from cramnb.sources import LEAST, LONGEST, documents, hold_out, interleave, join_rows, mix_parts
 from cramnb.sources import read_hub, source_version, split_files, split_long
@@ -90,7 +90,6 @@ def test_parquet_reads_the_wanted_columns_only(tmp_path):
         tmp_path / "a.parquet",
     )
     assert list(read_file(tmp_path / "a.parquet")) == DOCS
-    assert list(read_file(tmp_path / "a.parquet", Data(keep_rows="meta.set=b"))) == DOCS[1::2]
     with pytest.raises(CramError, match="data.text_key to one of: text, meta, junk"):
         list(read_file(tmp_path / "a.parquet", Data(text_key="body")))
 
@@ -415,7 +414,6 @@ HUB = {  # name of a preset -> what `load_dataset` is asked for
     "openweb": ("Skylion007/openwebtext", None),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
     "the-pile": ("monology/pile-uncopyrighted", None),
-    "the-pile-natural": ("monology/pile-uncopyrighted", None),
     "the-pile-stream": ("monology/pile-uncopyrighted", None),
     "the-pile-dedup": ("EleutherAI/the_pile_deduplicated", None),
     "sanity-check-2": ("fancyzhx/ag_news", None),
@@ -441,11 +439,9 @@ def test_each_hub_preset_asks_for_its_set_as_a_stream(name, monkeypatch):
     report = Report()
     found = texts_of(preset("data", name), report)
     assert asked == [(*HUB[name], dict(split="train", streaming=True, revision=None))]
-    assert len(found) == {"bookcorpus": 4, "the-pile-natural": 40}.get(name, 60)
+    assert len(found) == {"bookcorpus": 4}.get(name, 60)
     if name == "bookcorpus":
         assert found[0].count("sentence") == 16 and found[-1].count("sentence") == 12
-    if name == "the-pile-natural":
-        assert report.counts["rows_left_out"] == 20
 
 
 def test_every_hub_preset_is_known_to_this_test():
@@ -525,15 +521,12 @@ def test_local_folders_in_the_hubs_layout_stream(tmp_path):
     (tmp_path / "pile" / "train" / "00.jsonl.zst").write_bytes(
         zstandard.compress("".join(json.dumps(r) + "\n" for r in records).encode())
     )
-    natural = preset("data", "the-pile-natural")
-    natural.hub_path = str(tmp_path / "pile")
-    assert list(read_hub(natural)) == [r["text"] for r in records[1::2]]
+    pile = Data(hub_path=str(tmp_path / "pile"))
+    assert list(read_hub(pile)) == [r["text"] for r in records]
     with pytest.raises(
         CramError, match="no text under 'body'; set data.text_key to one of: text, meta"
     ):
         next(read_hub(Data(hub_path=str(tmp_path / "pile"), text_key="body")))
-    with pytest.raises(CramError, match="has no 'meta.name', only: pile_set_name"):
-        next(read_hub(Data(hub_path=str(tmp_path / "pile"), keep_rows="meta.name=a")))
 
 
 @pytest.mark.parametrize(

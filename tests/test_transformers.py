@@ -39,7 +39,7 @@ from cramnb.model.mlm import (
 )
 from cramnb.core import CramError
 from cramnb.options import Arch
-from cramnb.presets import PRESETS
+from cramnb.options import PRESETS
 
 SMALL = dict(
     vocab_size=300,

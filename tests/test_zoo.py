@@ -9,8 +9,8 @@ from transformers import BertConfig, BertForMaskedLM
 
 from cramnb.model.mlm import build_model, count_parameters
 from cramnb.core import CramError
-from cramnb.fields import diff
-from cramnb.presets import PRESETS
+from cramnb.options import diff
+from cramnb.options import PRESETS
 from cramnb.recipe import preset
 from cramnb.model.zoo import STEPS, compare, size, steps
 
@@ -194,7 +194,7 @@ def test_settings_that_bert_would_not_read_are_refused(changes):
 
 
 def test_every_architecture_says_where_it_comes_from():
-    from cramnb.presets import PROVENANCE
+    from cramnb.options import PROVENANCE
 
     assert PROVENANCE["arch"].keys() == PRESETS["arch"].keys()
     assert all(PROVENANCE["arch"].values())

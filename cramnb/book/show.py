@@ -432,7 +432,7 @@ def read_data(
         raise CramError(f"{name} is not a file of cramnb's data.{nearest(name, known)}")
     if name.endswith('.safetensors'):
         return load_file(there / name)
-    return read_json(there / name, kind=(dict, list))
+    return read_json(there / name, dict | list)
 
 # %% ../../nbs/library/book/show.ipynb #5e1f0c05
 class Fact(NamedTuple):

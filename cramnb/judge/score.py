@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from ..core import CramError, fingerprint, read_json, write_json, write_text
+from ..core import Damaged, fingerprint, read_json, write_json, write_text
 from .finetune import Trial, leak, run_trial
 from .tasks import TASKS, hold_out
 from ..options import Eval
@@ -170,11 +170,10 @@ def _finished(planned):
     "A trial that was run before; None if its file is missing, damaged, or has another key."
     names = [f.name for f in fields(Trial)]
     try:
-        found = read_json(planned.file, needs=(*names, 'key', 'predictions', 'content'))
-    except (CramError, FileNotFoundError):
+        found = read_json(planned.file)
+    except (Damaged, FileNotFoundError):
         return None
-    content = {k: v for k, v in found.items() if k != 'content'}
-    if found['key'] != planned.key or found['content'] != fingerprint(content):
+    if found.pop('content', '') != fingerprint(found) or found['key'] != planned.key:
         return None
     return Trial(**{n: found[n] for n in names}), found['predictions']
 

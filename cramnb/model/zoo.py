@@ -18,9 +18,9 @@ import torch
 
 from ..core import CramError, nearest
 from .mlm import build_model, count_parameters, flops_per_token
-from ..fields import diff
+from ..options import diff
 from ..options import Arch
-from ..presets import PRESETS
+from ..options import PRESETS
 
 # %% ../../nbs/library/model/zoo.ipynb #8fa5d806
 # what belongs together on the way from BERT; the paper gives reasons for the first five (4.2)

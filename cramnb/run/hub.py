@@ -35,6 +35,9 @@ from ..core import read_json, remove, whole, write_json
 from ..model.mlm import CrammedBertForMaskedLM
 from ..model.original import from_original, plain, refuse
 from ..text.packing import PackedCorpus
+from .runs import ScoreFile, Summary, read_recipe
+from typing_extensions import TypedDict
+from ..recipe import to_dict
 
 # %% ../../nbs/library/run/hub.ipynb #d0h00001
 def first_line(
@@ -80,14 +83,16 @@ _PICKLE = (
     "'model.safetensors')."
 )
 
+# %% ../../nbs/library/run/hub.ipynb #5a7ed006
+_Index = TypedDict('_Index', {'weight_map': dict[str, str]})  # tensor -> file
+
 # %% ../../nbs/library/run/hub.ipynb #b0b0000b
 def _weight_files(folder):
     "The files that hold the weights: one, or those that an index names."
     index = folder / 'model.safetensors.index.json'
     if not index.exists():
         return ['model.safetensors']
-    places = read_json(index, needs=('weight_map',))['weight_map']
-    named = set(map(str, places.values())) if isinstance(places, dict) else set()
+    named = set(read_json(index, _Index)['weight_map'].values())
     wrong = f"{index} is damaged (its weight_map does not name files beside it)."
     refuse({wrong: not named or any(name != Path(name).name for name in named)})
     return sorted(named)
@@ -154,7 +159,7 @@ def _read_tokenizer(folder, length):
     "The tokenizer beside the weights, if there is one, knowing its special tokens."
     if not (folder / 'tokenizer.json').exists():
         return None
-    read_json(folder / 'tokenizer.json', needs=('model',))
+    read_json(folder / 'tokenizer.json', TypedDict('_Tokenizer', {'model': dict}))
     tokenizer = load_pretrained(PreTrainedTokenizerFast, folder, model_max_length=length)
     words = tokenizer.get_vocab()
     for kind in ('pad', 'unk', 'cls', 'sep', 'mask'):
@@ -401,8 +406,8 @@ def publish(
     "Write what the hub expects: verified weights, tokenizer, recipe, card. Raises CramError."
     source = run / 'model'
     _check(run, form, push, source)
-    recipe, summary = read_json(run / 'recipe.json'), read_json(run / 'pretrain.json')
-    glue = read_json(run / 'glue.json') if (run / 'glue.json').exists() else None
+    recipe, summary = to_dict(read_recipe(run)), read_json(run / 'pretrain.json', Summary)
+    glue = read_json(run / 'glue.json', ScoreFile) if (run / 'glue.json').exists() else None
     model, tokenizer = load_whole(source)
     changed = summary.get('model') not in (None, fingerprint(source / 'model.safetensors'))
     refuse({f"{source} is not what was trained: its files have changed.": changed})

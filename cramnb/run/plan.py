@@ -27,7 +27,7 @@ from scipy.optimize import least_squares
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..core import CramError, read_json
-from ..fields import diff, parse_memory
+from ..options import diff, parse_memory
 from ..text.masking import MaskedBatch, mask_tokens
 from ..model.mlm import build_model, flops_per_token
 from ..options import Arch, Train
@@ -38,6 +38,7 @@ from ..train.device import Machine, machine_here, pick_precision
 from ..train.loop import mlm_loss
 from ..train.tuning import Way, fastest_way, time_ways, wants_measuring
 from .watch import show_seconds
+from ..store import CorpusCard
 
 # %% ../../nbs/library/run/plan.ipynb #3ec4c562
 def parameters_by_part(
@@ -298,7 +299,7 @@ def corpus_rows(
     "Rows of the chosen data: counted where they are prepared, or as their authors say."
     folder = store_folder(recipe.data, Path(recipe.impl.path).expanduser())
     if (folder / 'card.json').exists():
-        return read_json(folder / 'card.json', needs=('counts',))['counts'].get('rows', 0)
+        return read_json(folder / 'card.json', CorpusCard)['counts'].get('rows', 0)
     return _READY.get(recipe.data.hub_path.rpartition('_')[2], 0)
 
 # %% ../../nbs/library/run/plan.ipynb #d41d90fc

@@ -22,10 +22,11 @@ from statistics import median
 from matplotlib.figure import Figure
 
 from ..core import CramError, nearest, printable, read_json, whole, write_text
-from ..fields import flat
+from ..options import flat
 from ..recipe import Recipe, show_budget
 from .runs import list_runs, read_log, run_folder, smooth
 from ..store import data_card
+from .runs import Summary
 
 # %% ../../nbs/library/run/report.ipynb #c949ba42
 _AXES = dict(
@@ -241,10 +242,7 @@ def pretrain_table(
 # %% ../../nbs/library/run/report.ipynb #6344bb2a
 def read_summary(folder: Path) -> dict:
     "pretrain.json. Raises CramError when it is damaged."
-    needs = 'device device_name torch parameters updates skipped tokens epochs tokens_per_second'
-    needs += ' flops loss first_heldout heldout unigram'
-    remedy = 'Train again with fresh=True.'
-    return read_json(folder / 'pretrain.json', needs=tuple(needs.split()), remedy=remedy)
+    return read_json(folder / 'pretrain.json', Summary, 'Train again with fresh=True.')
 
 # %% ../../nbs/library/run/report.ipynb #f16data1
 def _data_part(folder, corpus):

@@ -42,14 +42,14 @@ from ..core import read_json, say, whole, write_json, write_text
 from .plan import within_memory
 from ..train.device import compile_ahead, pick_device, pick_precision, process_settings
 from ..judge.tasks import load_tasks
-from ..fields import parse_budget
+from ..recipe import parse_budget
 from ..judge.finetune import Trial, load_tokenizer
 from ..judge.tasks import LOCAL, PUBLISHED, PUBLISHED_TASKS, local_suite, task_names
 from ..model.mlm import count_parameters, flops_per_token
 from ..options import BERT_READS, Arch, Data, Eval, Impl, Train
-from ..presets import PRESETS
+from ..options import PRESETS
 from ..recipe import GROUPS, Recipe, check, preset, to_dict
-from .runs import check_folder, finished, finished_runs, lock_run, make_folder
+from .runs import Summary, check_folder, finished, finished_runs, lock_run, make_folder
 from .runs import read_log, read_recipe, run_folder, run_id
 from ..train.schedule import lr_factor
 from ..judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
@@ -438,7 +438,7 @@ class Trainer:
                 summary = _train(recipe, self.model, self.corpus, world, progress, say)
         if done:
             say(f"{folder} is trained already: give another folder, or fresh=True to start over.")
-            summary = read_json(folder / 'pretrain.json')
+            summary = read_json(folder / 'pretrain.json', Summary)
             self.model.load_state_dict(load(folder)[0].state_dict())
         self.model.eval()
         return Trained(folder, recipe, summary)
@@ -639,7 +639,7 @@ def _check_text(checkpoint, corpus, ev):
     if checkpoint.run is None or checkpoint.untrained or not wants_local(ev):
         return
     summary = checkpoint.run / 'pretrain.json'
-    trained_on = read_json(summary).get('corpus') if summary.exists() else None
+    trained_on = read_json(summary, Summary)['corpus'] if summary.exists() else None
     if trained_on not in (None, corpus.fingerprint):
         raise CramError(
             f"{corpus.folder} is not the corpus that {checkpoint.run} was trained on: tasks "
@@ -651,7 +651,7 @@ def _check_text(checkpoint, corpus, ev):
 def _way(impl, checkpoint, device):
     "The run's choice where the recipe says auto, if it was made on this kind of device."
     summary = (checkpoint.run or Path()) / 'pretrain.json'
-    known = read_json(summary).get('way') if checkpoint.run and summary.exists() else None
+    known = read_json(summary, Summary)['way'] if checkpoint.run and summary.exists() else None
     way = Way(**known) if known and known['device'] == device.type else None
     precision, attention = pick_precision(impl, device), impl.attn_implementation
     if way and impl.precision == 'auto':

@@ -15,7 +15,7 @@ Docs: https://cramnb.github.io/cramnb/library/run/watch.html.md"""
 
 # %% auto #0
 __all__ = ['CLOCKED', 'Log', 'memory_gb', 'Energy', 'card_uuids', 'seconds_left', 'Meter', 'totals', 'show_seconds', 'glance',
-           'notes_of', 'is_due', 'Bars', 'check_trackers', 'TensorBoard', 'WeightsAndBiases', 'Trackers']
+           'notes_of', 'is_due', 'Bars', 'check_trackers', 'TensorBoard', 'Tracking', 'WeightsAndBiases', 'Trackers']
 
 # %% ../../nbs/library/run/watch.ipynb #3f70ebfd
 import json
@@ -291,7 +291,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..core import CramError, read_json, write_json
+from typing_extensions import TypedDict
+
+from ..core import CramError, read_json, record, write_json
 from ..recipe import Recipe, to_dict
 
 # %% ../../nbs/library/run/watch.ipynb #869686c0
@@ -327,13 +329,21 @@ class TensorBoard:
     def close(self, summary: dict):
         self.writer.close()
 
+# %% ../../nbs/library/run/watch.ipynb #5a7ed004
+@record
+class Tracking(TypedDict):
+    "What tracking.json holds."
+
+    wandb_id: str
+    told: int  # the last step
+
 # %% ../../nbs/library/run/watch.ipynb #90036fa1
 class WeightsAndBiases:
     "One W&B run for one run of ours: tracking.json keeps its id and the last step it was told."
 
     def __init__(self, recipe: Recipe, folder: Path, log: Log):
         path = folder / 'tracking.json'
-        kept = read_json(path, needs=('wandb_id', 'told')) if path.exists() else {}
+        kept = read_json(path, Tracking) if path.exists() else {}
         name, self.told = kept.get('wandb_id') or secrets.token_hex(4), kept.get('told', 0)
         self.told = max(self.told, log.seen)  # W&B takes no step twice
         write_json(path, dict(wandb_id=name, told=self.told))

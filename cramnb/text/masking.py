@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core import CramError
-from ..fields import check_value
+from ..options import Train
 
 # %% ../../nbs/library/text/masking.ipynb #554f6876
 def mask_count(
@@ -73,8 +73,9 @@ def mask_tokens(
 ) -> MaskedBatch:
     "Hide round(p·T) per row: 80 % [MASK], 10 % random, 10 % kept (Devlin et al. 2018)."
     most = max(mlm_probability, max_probability)
-    check_value('masking', masking, dict(allowed=MASKINGS))
-    check_value('mlm_probability', most, dict(low=0, high=1))
+    Train(masking=masking)  # refuses a name that is not there
+    if not 0 <= most <= 1:
+        raise CramError(f'mlm_probability={most} is not possible: it must be a share from 0 to 1.')
     ids, low = input_ids.long(), 0 if mask_special_tokens else n_special
     k, room = mask_count(mlm_probability, ids.shape[1]), mask_count(most, ids.shape[1])
     draw = torch.rand(ids.shape, generator=generator, device=ids.device)

@@ -15,7 +15,6 @@ __all__ = ['BLOCK', 'WINDOW', 'pack', 'narrow', 'write_rows', 'Rows', 'row_order
            'order_keys', 'token_lengths']
 
 # %% ../../nbs/library/text/packing.ipynb #39f4d1ab
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerFast
 
-from ..core import CramError, whole
+from ..core import CramError, read_json, whole
 
 # %% ../../nbs/library/text/packing.ipynb #9f8a215f
 def pack(
@@ -162,7 +161,7 @@ class PackedCorpus:
 
     def heldout_documents(self) -> list[str]:
         "The held-out text, for the exam that is made from it."
-        return json.loads((self.folder / 'heldout.json').read_text(encoding='utf-8'))
+        return read_json(self.folder / 'heldout.json', list[str])
 
     @property
     def vocab_size(self) -> int:

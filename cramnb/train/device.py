@@ -31,10 +31,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core import CramError, nearest
-from ..fields import parse_memory
+from ..options import parse_memory
 from ..text.masking import MaskedBatch
 from ..options import Impl
-from ..presets import PRESETS, PROVENANCE
 from .loop import Loop, gradients, mlm_loss
 
 # %% ../../nbs/library/train/device.ipynb #c2002d2c

@@ -14,7 +14,6 @@ __all__ = ['NO_DECAY', 'decay_groups', 'orthogonalise', 'AveragingOptimizer', 'M
            'build_muon', 'Lion', 'adamw_8bit', 'build_optimizer', 'set_lr']
 
 # %% ../../nbs/library/train/optim.ipynb #dd096d99
-from dataclasses import fields
 from functools import partial
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import CramError
-from ..fields import check_value
 from ..options import Train
 
 # %% ../../nbs/library/train/optim.ipynb #9db5e0cd
@@ -224,8 +222,7 @@ def build_optimizer(
     precision: torch.dtype = torch.float32,  # of the run, for Muon's products
 ) -> Optimizer | CombinedOptimizer:  # each group remembers its peak rate under 'peak_lr'
     "One factory; decay is decoupled but in `adam` and `sgd`. Raises CramError for other names."
-    known = next(f for f in fields(Train) if f.name == 'optimizer')
-    check_value('train.optimizer', train.optimizer, known.metadata)
+    Train(optimizer=train.optimizer)  # refuses a name that is not there
     optimizer = _make(train.optimizer, model, train, precision)
     for group in optimizer.param_groups:
         group['peak_lr'] = group['lr']

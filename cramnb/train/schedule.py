@@ -16,7 +16,6 @@ __all__ = ['SCHEDULES', 'SPELLINGS', 'schedule_name', 'lr_factor', 'batch_size_a
 import math
 
 from ..core import CramError, nearest
-from ..fields import check_value
 
 # %% ../../nbs/library/train/schedule.ipynb #b6b1787e
 def _warm(x, w):
@@ -138,9 +137,9 @@ def batch_size_at(
     ramp: float,  # share of the budget over which the batch grows; 0: full size from the start
 ) -> int:  # sequences of the next update, in whole microbatches until the full size is reached
     "Grow the batch from one microbatch to the full batch. Raises CramError for what cannot be."
-    for key, size in dict(batch_size=batch_size, microbatch_size=microbatch_size).items():
-        check_value(key, size, dict(low=1))
-    check_value('ramp', ramp, dict(low=0))
+    if batch_size < 1 or microbatch_size < 1 or not 0 <= ramp < math.inf:
+        sizes = f'batch_size={batch_size}, microbatch_size={microbatch_size} and ramp={ramp}'
+        raise CramError(f'{sizes} are not possible: sizes begin at 1, and ramps at 0.')
     if not ramp or x >= ramp:
         return batch_size
     steps = math.floor(max(x, 0.0) * batch_size / (ramp * microbatch_size)) + 1
