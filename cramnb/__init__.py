@@ -28,6 +28,7 @@
 - `cramnb.judge.score`: Several seeds, the median, the spread, and why published averages differ
 - `cramnb.launch`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?
 - `cramnb.memory`: What a pass keeps, counted with tensors that have a shape and no content
+- `cramnb.mini`: From raw text to a held-out loss in one file that a person reads in an evening
 - `cramnb.mlm`: A decoder that looks only where it is asked, and the model classes
 - `cramnb.names`: Command lines of cramming, understood option for option
 - `cramnb.options`: Collected from the chapters they belong to, in a module that loads without torch
