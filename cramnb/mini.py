@@ -505,7 +505,8 @@ def main(
     for loss in train(model, lambda n: batch_at(n, rows, V), seconds, run):
         losses.append(loss)
         if run['elapsed'] >= last + min(seconds / 10, 60):
-            print(f"{run['elapsed']:6.0f} s {run['updates']:7,} updates   loss {np.mean(losses):.3f}")
+            spent, updates = run['elapsed'], run['updates']
+            print(f'{spent:6.0f} s {updates:7,} updates   loss {np.mean(losses):.3f}')
             losses, last = [], run['elapsed']
             save(path, model, run)
     save(path, model, run)
