@@ -154,6 +154,9 @@ def make_loop(
     device = pick_device(impl)
     torch.manual_seed(recipe.seed)
     model.to(device)
+    if impl.attn_implementation not in ('auto', model.config._attn_implementation):
+        model.set_attn_implementation(impl.attn_implementation)
+    model.document_end = corpus.document_end if train.document_isolation else None
     batches = masked_rows(corpus, train, recipe.seed, device)
     recipe = within_memory(recipe, device, silent)
     way, took = settle(recipe, model, batches, world, say)

@@ -225,10 +225,10 @@ def pick_backend(
         )
     return 'nccl'
 
-# %% ../../nbs/library/train/distributed.ipynb #95922c8b
+# %% ../../nbs/library/train/distributed.ipynb #j01ned00
 _joined = count()  # a second run of the same processes shall not read the words of the first
 
-
+# %% ../../nbs/library/train/distributed.ipynb #95922c8b
 def _meet(env, backend, minutes):
     "Join the group of all processes, and a second one on the CPU for agreements."
     world = World(env['rank'], env['size'], minutes, env['local_size'])
