@@ -135,10 +135,10 @@ def new_model(
 ) -> nn.Module:  # a masked language model of transformers
     "The fresh model of a recipe; the random numbers of the caller go on as before."
     impl = recipe.impl
-    how = dict(attn_implementation=impl.attn_implementation.replace('auto', 'sdpa'))
+    attention = impl.attn_implementation.replace('auto', 'sdpa')
     with _own_randomness(pick_device(impl)):
         torch.manual_seed(recipe.seed)
-        return build_model(recipe.arch, corpus, loss_chunk_size=impl.loss_chunk_size, **how)
+        return build_model(recipe.arch, corpus, attention)
 
 # %% ../../nbs/library/run/run.ipynb #8119ab70
 def make_loop(
@@ -156,6 +156,8 @@ def make_loop(
     model.to(device)
     if impl.attn_implementation not in ('auto', model.config._attn_implementation):
         model.set_attn_implementation(impl.attn_implementation)
+    if impl.loss_chunk_size:
+        model.loss_chunk_size = impl.loss_chunk_size
     model.document_end = corpus.document_end if train.document_isolation else None
     batches = masked_rows(corpus, train, recipe.seed, device)
     recipe = within_memory(recipe, device, silent)

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from ..train.device import card_peak
 from ..core import say, whole
@@ -263,7 +263,7 @@ class Bars:
         self.close()
         self.stage, self.began, self.said = stage, self.clock(), None
         self.told = (-math.inf, -math.inf)
-        if sys.stderr and sys.stderr.isatty():
+        if 'ipykernel' in sys.modules or sys.stderr and sys.stderr.isatty():  # a notebook too
             form = '{percentage:3.0f}%|{bar:18}|' if total else '{n:.0f}'
             form = f'{{desc:<23}} {form} {{elapsed}} {{postfix}}'
             self.bar = tqdm(desc=stage, total=total, bar_format=form, dynamic_ncols=True)
