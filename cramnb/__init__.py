@@ -4,7 +4,6 @@
 - `cramnb.auto`: Memory, the size of a pass and the way to compute: settled before the clock starts, said, and kept
 - `cramnb.bench`: How to measure speed on a machine that is never quiet: the same work, two ways, in turns
 - `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share
-- `cramnb.build`: Read, cut repeats, filter: shard by shard, in stages that a kill cannot undo
 - `cramnb.cards`: One table of graphics cards: how fast, how much memory, and where that stands
 - `cramnb.choices`: Number format, attention, compiler and recipe as functions of a described device, so that they can be tested without it
 - `cramnb.clean`: A suffix array, a filter that remembers paragraphs, and near-duplicates
@@ -35,11 +34,9 @@
 - `cramnb.pace`: Tokens per second, measured in a second or two before a run begins
 - `cramnb.presets`: Named recipes, collected from the chapters they belong to
 - `cramnb.publish`: A folder for the hub, with a card that says how each number was measured
-- `cramnb.ready`: Published rows and their tokenizer, fetched in parts; and rows of random tokens
 - `cramnb.recipe`: One graphics card, one day, and every choice of the run in one typed object
 - `cramnb.report`: Recipe, data, pretraining and scores on one page
 - `cramnb.rivals`: What a user would write instead, kept for comparison
-- `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory
 - `cramnb.rules`: Mistakes that only two parts of a recipe together can show, told before anything starts
 - `cramnb.run.page`: Loss, speed, memory and time left in a browser, without an account
 - `cramnb.run.run`: Train inside a folder, and go on after a kill
@@ -48,10 +45,10 @@
 - `cramnb.scaling`: What fits on a card, how many tokens a day is, and what a law learnt from small runs can promise
 - `cramnb.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
 - `cramnb.steps`: The same weights in two models, equal loss and gradients first, and only then a clock
-- `cramnb.store`: A corpus is built once, and named by its content
 - `cramnb.tables`: Rows from CSV, JSON, Parquet or Arrow, made into a task
 - `cramnb.text.masking`: Hide a quarter of the text, and ask for it back
 - `cramnb.text.packing`: Pack the tokens once, and read them for ever
+- `cramnb.text.store`: Every distinct word once: from any text to rows of tokens, built once and known by content
 - `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
 - `cramnb.throughput`: The real model, loader and optimizer on the device at hand, and where the time goes
 - `cramnb.train.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit

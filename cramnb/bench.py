@@ -34,7 +34,8 @@ from .glue import local_suite
 from .text.masking import mask_tokens
 from .mlm import build_model
 from .options import Arch, Data
-from .text.packing import PackedCorpus, Rows, write_rows
+from .text.packing import Rows, write_rows
+from .text.store import Corpus
 from .recipe import Recipe, compose
 from .rivals import beside_transformers, run_arm, same_contents, stored_table
 from .rivals import with_collator, with_data_loader, with_trainer
@@ -176,7 +177,7 @@ def loader(
     ids, size = _rows(n), 512
     write_rows(np.array_split(ids, 8), folder / 'rows.arrow', 32_768)
     stored = Rows(folder / 'rows.arrow')
-    corpus = PackedCorpus(folder, stored, stored, None, dict(data=dict(ordering='randomized')))
+    corpus = Corpus(folder, stored, stored, None, dict(data=dict(ordering='randomized')))
     table = stored_table(ids[: n // 16], folder / 'theirs')
 
     def ours():

@@ -41,7 +41,7 @@ from .run.runs import Checkpoint, finished, resolve_checkpoint, run_folder
 from .scaling import Plan, corpus_rows, describe, expected_loss, plan_here, plan_lines
 from .scaling import plan_run, show_hours
 from .judge.score import score_table
-from .store import load_corpus, verify_corpus
+from .text.store import Corpus
 
 # %% ../nbs/22_cram.ipynb #92526865
 def check_tasks(
@@ -123,9 +123,8 @@ def cram_verb(
 
 # %% ../nbs/22_cram.ipynb #c6da2ae8
 def data_verb(recipe: Recipe, progress: Callable, say: Callable = say):
-    "Prepare a corpus, or find it and compare its checksums, and show its data card."
+    "Prepare a corpus, or find it, and show its data card."
     corpus = Run(recipe, progress=progress, say=say).open_corpus()
-    verify_corpus(corpus.folder)
     say((corpus.folder / 'README.md').read_text(encoding='utf-8'))
 
 # %% ../nbs/22_cram.ipynb #850dea81
@@ -226,7 +225,7 @@ def plan_verb(words: list[str], say: Callable = say):
 # %% ../nbs/22_cram.ipynb #22pl0003
 def _publish_corpus(folder, push):
     "Write the rows of a corpus beside it, in the layout of the hub, and say how to read them."
-    corpus, target = load_corpus(folder), folder.with_name(f'{folder.name}-hub')
+    corpus, target = Corpus.load(folder), folder.with_name(f'{folder.name}-hub')
     if target.exists():
         raise CramError(f"{target} is there already: move it away first.")
     there = publish_corpus(corpus, target, push)

@@ -30,7 +30,7 @@ from .run.run import Run
 from .run.runs import Checkpoint, read_recipe, resolve_checkpoint
 from .judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
 from .judge.score import within_rules
-from .store import store_folder
+from .text.store import store_folder
 
 # %% ../nbs/engine/evaluate.ipynb #e47bb8af
 def adopt(

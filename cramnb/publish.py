@@ -29,7 +29,7 @@ from .core import read_json, whole, write_json
 from .hub import first_line, write_pretrained
 from .mlm import CrammedBertForMaskedLM
 from .original import refuse
-from .text.packing import PackedCorpus
+from .text.store import Corpus
 
 # %% ../nbs/engine/publish.ipynb #b0c0000b
 _BERT = dict(  # what BERT can say, and nothing else
@@ -301,7 +301,7 @@ PART = 1_000_000  # rows of a file
 
 
 def publish_corpus(
-    corpus: PackedCorpus,  # finished
+    corpus: Corpus,  # finished
     target: Path,  # a new folder
     push: str = '',  # NAME/REPO on the hub; empty: write the folder only
 ) -> Path:  # the folder, which `data=tokens data.hub_path=FOLDER` reads

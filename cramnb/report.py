@@ -21,7 +21,7 @@ from .recipe import Recipe, show_budget
 from .run.run import Run
 from .run.runs import list_runs, read_log
 from .judge.score import score_table
-from .store import data_card
+from .text.store import data_card
 
 # %% ../nbs/engine/report.ipynb #40ab200f
 _NUMBERS = ('loss', 'elapsed', 'tokens', 'tokens_per_second')  # what a curve needs of a row

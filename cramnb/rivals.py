@@ -45,11 +45,10 @@ from .corpus import normalizer
 from .glue import score
 from .mlm import build_model
 from .options import Arch, Data
-from .text.packing import PackedCorpus
 from .publish import bert_names
 from .recipe import preset
 from .steps import WAYS, Side, our_ways
-from .store import prepare_corpus
+from .text.store import Corpus
 from .text.tokenizer import SPECIAL_TOKENS, wrap
 from .train.loop import mlm_loss
 
@@ -166,9 +165,9 @@ def with_cramnb(
     files: str,  # a JSON-lines file
     data: Data,  # as for `with_datasets`
     folder: Path,  # where the corpus goes
-) -> PackedCorpus:
+) -> Corpus:
     "The same with this library."
-    return prepare_corpus(replace(data, source='files', files=files), folder)[0]
+    return Corpus.build(replace(data, source='files', files=files), folder)
 
 # %% ../nbs/engine/rivals.ipynb #b0e00012
 def _contents(rows, tokenizer, count):

@@ -32,7 +32,7 @@ from .mlm import flops_per_token
 from .pace import rate_here
 from .recipe import Recipe, preset
 from .train.schedule import batch_size_at
-from .store import store_folder
+from .text.store import store_folder
 from .run.watch import show_seconds
 
 # %% ../nbs/18_scaling.ipynb #scece979

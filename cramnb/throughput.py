@@ -30,7 +30,8 @@ from tokenizers import Tokenizer, models
 from .device import pick_device
 from .text.masking import MaskedBatch
 from .mlm import flops_per_token
-from .text.packing import PackedCorpus, Rows, write_rows
+from .text.packing import Rows, write_rows
+from .text.store import Corpus
 from .recipe import Recipe
 from .run.run import make_trainer
 from .text.tokenizer import SPECIAL_TOKENS, wrap
@@ -70,7 +71,7 @@ def random_corpus(
     rows: int,  # to train on
     vocab_size: int,  # V
     seq_length: int = 128,  # T
-) -> PackedCorpus:
+) -> Corpus:
     "A corpus of random rows, with the tokenizer that masking asks for its special tokens."
     draw = np.random.default_rng(0)
     ids = draw.integers(len(SPECIAL_TOKENS), vocab_size, (rows, seq_length), dtype=np.uint32)
@@ -79,7 +80,7 @@ def random_corpus(
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token='[UNK]')
     stored = Rows(folder / 'rows.arrow')
     card = dict(data=dict(ordering='randomized'))
-    return PackedCorpus(folder, stored, stored, wrap(Tokenizer(model), seq_length), card)
+    return Corpus(folder, stored, stored, wrap(Tokenizer(model), seq_length), card)
 
 # %% ../nbs/engine/throughput.ipynb #k7th0019
 class _Stopwatch:

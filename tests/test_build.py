@@ -22,7 +22,7 @@ from cramnb.build import Shards, clean_stage, disk_needed, each_shard, read_stag
 from cramnb.core import CramError, DiskFull
 from cramnb.options import Data
 from cramnb.sources import documents, read_file
-from cramnb.store import FORMAT, load_corpus, prepare_corpus, store_folder
+from cramnb.text.store import FORMAT, Corpus, store_folder
 
 
 def small(texts, **changes) -> Data:
@@ -37,7 +37,7 @@ def write_lines(path: Path, texts) -> Path:
 
 @pytest.fixture(scope="module")
 def corpus(texts, tmp_path_factory):
-    return prepare_corpus(small(texts), tmp_path_factory.mktemp("corpora"))[0]
+    return Corpus.build(small(texts), tmp_path_factory.mktemp("corpora"))
 
 
 # --- stages
@@ -78,9 +78,9 @@ def test_finished_shards_are_not_built_again(texts, corpus, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare_corpus(small(texts), tmp_path, stop)
+        Corpus.build(small(texts), tmp_path, stop)
     stages = []
-    again = prepare_corpus(small(texts), tmp_path, lambda stage, *_: stages.append(stage))[0]
+    again = Corpus.build(small(texts), tmp_path, lambda stage, *_: stages.append(stage))
     assert not {"reading", "cutting repeats", "filtering"} & set(stages) and "packing" in stages
     assert again.fingerprint == corpus.fingerprint
 
@@ -92,14 +92,14 @@ def test_a_damaged_shard_is_named_and_nothing_else_is_thrown_away(texts, tmp_pat
             path.write_bytes(path.read_bytes()[:-50])
 
     with pytest.raises(CramError, match="distinct/00000.json is damaged.*Delete .*partial"):
-        prepare_corpus(small(texts), tmp_path, spoil)
+        Corpus.build(small(texts), tmp_path, spoil)
     assert next(tmp_path.glob("*.partial/read.json"))
 
 
 def test_a_mistake_after_hours_keeps_the_hours(texts, tmp_path):
     data = small(texts, trash_cutoff=0.001)
     with pytest.raises(CramError, match="leaves no text.*What is finished stays in"):
-        prepare_corpus(data, tmp_path / "corpora")
+        Corpus.build(data, tmp_path / "corpora")
     assert next((tmp_path / "corpora").glob("*.partial/read.json"))
 
 
@@ -107,13 +107,13 @@ def test_a_mistake_after_hours_keeps_the_hours(texts, tmp_path):
 def test_a_mistake_before_anything_was_built_leaves_nothing(text, tmp_path):
     empty = write_lines(tmp_path / "empty.jsonl", [text])
     with pytest.raises(CramError):
-        prepare_corpus(small(empty), tmp_path / "corpora")
+        Corpus.build(small(empty), tmp_path / "corpora")
     assert not (tmp_path / "corpora").exists()
 
 
 def test_a_small_text_gets_a_small_vocabulary(texts, tmp_path):
     few = write_lines(tmp_path / "few.jsonl", list(read_file(texts))[:40])
-    c, _ = prepare_corpus(small(few, vocab_size=30_000), tmp_path / "corpora")
+    c = Corpus.build(small(few, vocab_size=30_000), tmp_path / "corpora")
     assert c.vocab_size % 64 == 0 and 64 <= c.vocab_size < 30_000
     assert c.notices == [
         f"The vocabulary has {c.vocab_size:,} entries: "
@@ -121,7 +121,7 @@ def test_a_small_text_gets_a_small_vocabulary(texts, tmp_path):
     ]
     assert len(c.heldout) > 0 and c.rows[:].max() < c.vocab_size == len(c.token_counts)
     with pytest.raises(CramError, match="vocab_size=20"):
-        prepare_corpus(small(few, vocab_size=20), tmp_path / "corpora")
+        Corpus.build(small(few, vocab_size=20), tmp_path / "corpora")
 
 
 def test_one_text_file_of_ones_own_is_enough(texts, tmp_path):
@@ -130,7 +130,7 @@ def test_one_text_file_of_ones_own_is_enough(texts, tmp_path):
     (tmp_path / "mine.txt").write_text(".\n".join(lines), encoding="utf-8")
     data = Data(source="files", files=str(tmp_path / "mine.txt"), deduplicate=True)
     data.trash_cutoff = 0.4
-    c, _ = prepare_corpus(data, tmp_path / "corpora")
+    c = Corpus.build(data, tmp_path / "corpora")
     assert len(c.rows) > 100 and len(c.heldout) > 0 and c.notices and c.heldout_documents()
 
 
@@ -148,13 +148,13 @@ def test_peak_disk_stays_under_three_times_the_text(texts, tmp_path):
         peak = max(peak, sum(p.stat().st_size for p in files))
 
     data = small(path, deduplicate=False, trash_cutoff=0.9)
-    prepare_corpus(data, tmp_path / "corpora", watch)
+    Corpus.build(data, tmp_path / "corpora", watch)
     assert 0 < peak < 2.5 * size and size <= disk_needed(data) <= 2.5 * size
 
 
 def test_what_a_build_needs_is_said_before_it_starts(texts, tmp_path):
     stages = []
-    prepare_corpus(small(texts), tmp_path, lambda stage, *_: stages.append(stage))
+    Corpus.build(small(texts), tmp_path, lambda stage, *_: stages.append(stage))
     assert "MB of disk needed" in stages[0] and "free" in stages[0] and stages[1] == "reading"
 
 
@@ -172,10 +172,10 @@ def test_a_full_disk_is_one_message_and_keeps_what_is_finished(
 
     monkeypatch.setattr(core, "flush", full)
     with pytest.raises(DiskFull, match="The disk is full.*finished parts are kept"):
-        prepare_corpus(small(texts), tmp_path)
+        Corpus.build(small(texts), tmp_path)
     assert not store_folder(small(texts), tmp_path).exists()
     monkeypatch.setattr(core, "flush", real)
-    assert prepare_corpus(small(texts), tmp_path)[0].fingerprint == corpus.fingerprint
+    assert Corpus.build(small(texts), tmp_path).fingerprint == corpus.fingerprint
 
 
 # --- the same rows, whoever builds them
@@ -189,7 +189,7 @@ def test_the_format_number_is_raised_when_the_rows_change(tmp_path):
     data = small(write_lines(tmp_path / "t.jsonl", docs), vocab_size=120, seq_length=16)
     sums = []
     for ordering in ("randomized", "sentence-length-curriculum"):
-        c, _ = prepare_corpus(replace(data, ordering=ordering), tmp_path)
+        c = Corpus.build(replace(data, ordering=ordering), tmp_path)
         sums.append(hashlib.md5(c.rows[:].tobytes()).hexdigest()[:8])
     assert (FORMAT, *sums) == GOLDEN
 
@@ -201,7 +201,7 @@ def in_shards(texts, folder, cores="1"):
     "A build of some twenty shards, in a process of its own."
     os.environ["LOKY_MAX_CPU_COUNT"] = cores
     build.SHARD_BYTES = 20_000
-    prepare_corpus(small(texts), folder)
+    Corpus.build(small(texts), folder)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def in_peace(texts, tmp_path_factory):
     p = server().Process(target=in_shards, args=(texts, folder))
     p.start()
     p.join()
-    return load_corpus(store_folder(small(texts), folder), verify=True)
+    return Corpus.load(store_folder(small(texts), folder), verify=True)
 
 
 def test_any_number_of_processes_builds_the_same(texts, in_peace, tmp_path):
@@ -218,7 +218,7 @@ def test_any_number_of_processes_builds_the_same(texts, in_peace, tmp_path):
     p.start()
     p.join()
     assert p.exitcode == 0
-    two = load_corpus(store_folder(small(texts), tmp_path))
+    two = Corpus.load(store_folder(small(texts), tmp_path))
     assert two.fingerprint == in_peace.fingerprint and two.card["counts"] == in_peace.card["counts"]
     assert np.array_equal(two.heldout[:], in_peace.heldout[:])
 
@@ -227,10 +227,10 @@ CODE = """
 import sys
 from pathlib import Path
 from cramnb.options import Data
-from cramnb.store import prepare_corpus
+from cramnb.text.store import Corpus
 data = Data(source='files', files=sys.argv[1], vocab_size=1000, seq_length=64, heldout=0.1,
             deduplicate=True, trash_cutoff=0.5)
-print(prepare_corpus(data, sys.argv[2])[0].fingerprint)
+print(Corpus.build(data, sys.argv[2]).fingerprint)
 """
 
 
@@ -289,7 +289,7 @@ def test_a_killed_build_goes_on_from_its_finished_shards(cores, kills, texts, in
     p = server().Process(target=in_shards, args=(texts, tmp_path))
     p.start()
     p.join()
-    c = load_corpus(folder, verify=True)
+    c = Corpus.load(folder, verify=True)
     assert c.fingerprint == in_peace.fingerprint and c.card["counts"] == in_peace.card["counts"]
     assert not list(tmp_path.glob("*.partial"))
     assert cores == "2" or max(map(len, written.values()), default=1) == 1

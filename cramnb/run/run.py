@@ -30,11 +30,10 @@ from ..distributed import World, parallelise
 from ..launch import Follower, Interruptible, first_then_rest, join_world, resume
 from ..launch import share, wait_for_file
 from ..mlm import build_model, count_parameters, flops_per_token
-from ..text.packing import PackedCorpus
 from ..recipe import Recipe, to_dict
 from .runs import check_folder, finished, lock_run, make_folder, run_folder
 from ..train.schedule import lr_factor
-from ..store import prepare_corpus, store_folder
+from ..text.store import Corpus, store_folder
 from .watch import Trackers, check_trackers
 from ..train.loop import Trainer, heldout_batches, heldout_loss, masked_rows, unigram_entropy
 from .watch import Log, Meter, card_uuids, notes_of, totals
@@ -52,7 +51,7 @@ class Run:
     world: World = field(default_factory=World)
     progress: Callable = silent  # progress(stage, done, total, **notes)
     say: Callable = print  # told what a person should know
-    corpus: PackedCorpus | None = None  # after `prepare` or `open_corpus`
+    corpus: Corpus | None = None  # after `prepare` or `open_corpus`
     exams: list | None = None  # after `load_exams`
     log: Log | Follower | None = None  # while it trains
 
@@ -68,10 +67,11 @@ class Run:
         "The stage that `progress` shows is over."
         getattr(self.progress, 'close', silent)()
 
-    def open_corpus(self) -> PackedCorpus:
+    def open_corpus(self) -> Corpus:
         "Build the corpus, or find it built, and say which."
         data, path = self.recipe.data, Path(self.recipe.impl.path).expanduser()
-        self.corpus, was_there = prepare_corpus(data, path, self.progress)
+        was_there = (store_folder(data, path) / 'card.json').exists()
+        self.corpus = Corpus.build(data, path, self.progress)
         self.end_stage()
         for line in self.corpus.notices:
             self.say(line)
@@ -101,7 +101,7 @@ def check_run(recipe: Recipe, say: Callable = silent):
 def prepare(
     run: Run,  # of any number of processes
     check: Callable[[Recipe], None] = silent,  # what else is to be looked at first
-) -> PackedCorpus:
+) -> Corpus:
     "Check, then build or find the corpus: the first process, while the others wait."
     recipe = run.recipe
 
@@ -121,7 +121,7 @@ def prepare(
 # %% ../../nbs/library/run/run.ipynb #ed758746
 def make_trainer(
     recipe: Recipe,  # of the run
-    corpus: PackedCorpus,  # its text
+    corpus: Corpus,  # its text
     world: World | None = None,  # the processes that share it
     should_stop: Callable[[], bool] = bool,  # asked between two passes; bool() is False
     say: Callable[[str], None] = silent,  # told what a person should know
