@@ -6,11 +6,9 @@
 - `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share
 - `cramnb.cards`: One table of graphics cards: how fast, how much memory, and where that stands
 - `cramnb.choices`: Number format, attention, compiler and recipe as functions of a described device, so that they can be tested without it
-- `cramnb.clean`: A suffix array, a filter that remembers paragraphs, and near-duplicates
 - `cramnb.command`: Words become a verb and a recipe, and a mistake is told in one line, at once
 - `cramnb.consumer`: A hundred hours on 8 GB with Hugging Face's own parts, beside our engine, and what both are worth
 - `cramnb.core`: Errors with the nearest name, files written whole or not at all
-- `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
 - `cramnb.cram`: Raw text to score table, in three minutes or in twenty-four hours, by one command
 - `cramnb.curves`: Compare runs, and tell a sick one from a healthy one
 - `cramnb.device`: Device, precision, compiler and microbatch, chosen by measuring, and a second try where a card fails
@@ -19,7 +17,6 @@
 - `cramnb.evaluate`: Same weights, same questions, same protocol: the same trials, found again
 - `cramnb.exams`: GLUE's own files and the hub's, and rows that are checked before anybody trains on them
 - `cramnb.fields`: An option knows its meaning and its bounds, and a word of the command line is read by its type
-- `cramnb.files`: Texts out of text files, JSON, tables and archives, and a report of what was damaged
 - `cramnb.glue`: What GLUE asks, how its answers are counted, and a suite made from your own text
 - `cramnb.hub`: Checkpoints of the original in, ordinary Hugging Face folders out
 - `cramnb.judge.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
@@ -43,11 +40,12 @@
 - `cramnb.run.runs`: Open, lock, list, and find a checkpoint
 - `cramnb.run.watch`: One line per update: loss, speed, share of the card, energy; and those who are told about it
 - `cramnb.scaling`: What fits on a card, how many tokens a day is, and what a law learnt from small runs can promise
-- `cramnb.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
 - `cramnb.steps`: The same weights in two models, equal loss and gradients first, and only then a clock
 - `cramnb.tables`: Rows from CSV, JSON, Parquet or Arrow, made into a task
+- `cramnb.text.clean`: One spelling for one word, a filter for trash, and repeats found at any size
 - `cramnb.text.masking`: Hide a quarter of the text, and ask for it back
 - `cramnb.text.packing`: Pack the tokens once, and read them for ever
+- `cramnb.text.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
 - `cramnb.text.store`: Every distinct word once: from any text to rows of tokens, built once and known by content
 - `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
 - `cramnb.throughput`: The real model, loader and optimizer on the device at hand, and where the time goes

@@ -39,7 +39,7 @@ from .text.store import Corpus
 from .recipe import Recipe, compose
 from .rivals import beside_transformers, run_arm, same_contents, stored_table
 from .rivals import with_collator, with_data_loader, with_trainer
-from .sources import documents
+from .text.sources import documents
 from .steps import beside_original, own_words, step_arms, step_recipe
 from .throughput import machine, tell, whole_loop
 from .text.tokenizer import train_tokenizer

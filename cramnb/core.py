@@ -188,6 +188,9 @@ def read_json(
         value = json.loads(Path(path).read_text(encoding='utf-8'))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is not there.{end}") from None
+    except (PermissionError, MemoryError) as e:  # no damage: nothing is to be deleted
+        reason = getattr(e, 'strerror', None) or 'there is not enough memory'
+        raise CramError(f"{path} cannot be read: {reason}.") from None
     except (OSError, ValueError, RecursionError) as e:
         reason = getattr(e, 'strerror', None) or str(e) or type(e).__name__
         raise CramError(f"{path} is damaged ({printable(reason)}).{end}") from None

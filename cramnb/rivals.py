@@ -41,7 +41,7 @@ from transformers import (
 )
 
 from .core import CramError
-from .corpus import normalizer
+from .text.clean import normalizer
 from .glue import score
 from .mlm import build_model
 from .options import Arch, Data

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from cramnb.corpus import docstrings
+from cramnb.text.sources import docstrings
 from cramnb.glue import TASKS
 from cramnb.mlm import build_model
 from cramnb.recipe import preset

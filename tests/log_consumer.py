@@ -24,7 +24,7 @@ from cramnb.mlm import count_parameters
 from cramnb.options import Data
 from cramnb.recipe import compose
 from cramnb.run.run import make_trainer
-from cramnb.sources import documents
+from cramnb.text.sources import documents
 from cramnb.text.store import Corpus
 from cramnb.train.loop import heldout_batches, heldout_loss, unigram_entropy
 

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from conftest import server
 
-import cramnb.build as build
 import cramnb.core as core
-from cramnb.build import Shards, clean_stage, disk_needed, each_shard, read_stage
+import cramnb.text.store as store
 from cramnb.core import CramError, DiskFull
 from cramnb.options import Data
-from cramnb.sources import documents, read_file
-from cramnb.text.store import FORMAT, Corpus, store_folder
+from cramnb.text.sources import documents, read_file
+from cramnb.text.store import FORMAT, Corpus, Shards, clean_stage, disk_needed, each_shard
+from cramnb.text.store import read_stage, store_folder
 
 
 def small(texts, **changes) -> Data:
@@ -40,17 +40,22 @@ def corpus(texts, tmp_path_factory):
     return Corpus.build(small(texts), tmp_path_factory.mktemp("corpora"))
 
 
+def texts_of(folder: Path) -> list[list[str]]:
+    shards = Shards(folder)
+    return [shards[n]["text"].to_pylist() for n in range(len(shards))]
+
+
 # --- stages
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
     "A shard holds a fixed amount of text, whatever the size of the source."
-    monkeypatch.setattr(build, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(store, "SHARD", 100_000)
     texts = [f"document {i} " + "word and more " * 40 for i in range(3000)]
     big = write_lines(tmp_path / "big.jsonl", texts)
     (tmp_path / "build").mkdir()
     read_stage(small(big), tmp_path / "build", lambda *_: None)
-    sizes = [sum(map(len, texts)) for texts in Shards(tmp_path / "build/text")]
+    sizes = [sum(map(len, texts)) for texts in texts_of(tmp_path / "build/text")]
     assert len(sizes) > 10 and max(sizes) < 102_000
 
 
@@ -59,13 +64,13 @@ def test_shards_share_what_they_have_seen(tmp_path, texts, monkeypatch):
     notice += " That holds for reading it as well as for copying it at all."
     docs = [f"{d}\n{notice}" for d in list(read_file(texts))[:300]]
     path = write_lines(tmp_path / "a.jsonl", [*docs, docs[0] + " Seen before."])
-    monkeypatch.setattr(build, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(store, "SHARD", 30_000)
     data = small(path, heldout=0.05, near_duplicates=0.9, trash_cutoff=0.0)
     folder = tmp_path / "build"
     folder.mkdir()
     read_stage(data, folder, lambda *_: None)
-    clean_stage(data, folder, lambda *_: None)
-    kept = list(Shards(folder / "clean"))
+    last, _ = clean_stage(data, folder, lambda *_: None)
+    kept = texts_of(folder / last)
     assert len(kept) > 3 and sum(t.count(notice) for shard in kept for t in shard) <= 1
     assert not any(t.count("Seen before") and docs[0] in t for shard in kept for t in shard)
 
@@ -81,17 +86,20 @@ def test_finished_shards_are_not_built_again(texts, corpus, tmp_path):
         Corpus.build(small(texts), tmp_path, stop)
     stages = []
     again = Corpus.build(small(texts), tmp_path, lambda stage, *_: stages.append(stage))
-    assert not {"reading", "cutting repeats", "filtering"} & set(stages) and "packing" in stages
+    assert (
+        not {"reading", "cutting repeats", "splitting into words"} & set(stages)
+        and "packing" in stages
+    )
     assert again.fingerprint == corpus.fingerprint
 
 
 def test_a_damaged_shard_is_named_and_nothing_else_is_thrown_away(texts, tmp_path):
     def spoil(stage, done, total):
-        if stage == "learning what prose is":
-            path = next(tmp_path.rglob("distinct/*.json"))
+        if stage == "learning the vocabulary":
+            path = next(tmp_path.rglob("words/*.parquet"))
             path.write_bytes(path.read_bytes()[:-50])
 
-    with pytest.raises(CramError, match="distinct/00000.json is damaged.*Delete .*partial"):
+    with pytest.raises(CramError, match="words/00000.parquet is damaged.*Delete .*partial"):
         Corpus.build(small(texts), tmp_path, spoil)
     assert next(tmp_path.glob("*.partial/read.json"))
 
@@ -200,7 +208,7 @@ GOLDEN = (5, "a455da27", "37dd69f0")
 def in_shards(texts, folder, cores="1"):
     "A build of some twenty shards, in a process of its own."
     os.environ["LOKY_MAX_CPU_COUNT"] = cores
-    build.SHARD_BYTES = 20_000
+    store.SHARD = 20_000
     Corpus.build(small(texts), folder)
 
 
@@ -210,7 +218,7 @@ def in_peace(texts, tmp_path_factory):
     p = server().Process(target=in_shards, args=(texts, folder))
     p.start()
     p.join()
-    return Corpus.load(store_folder(small(texts), folder), verify=True)
+    return Corpus.load(store_folder(small(texts), folder))
 
 
 def test_any_number_of_processes_builds_the_same(texts, in_peace, tmp_path):
@@ -284,12 +292,12 @@ def test_a_killed_build_goes_on_from_its_finished_shards(cores, kills, texts, in
         p.join()
         if (partial / "unique.json").exists():
             for path, number in files().items():
-                if path.parent.name in ("clean", "tokens"):
+                if path.parent.name in ("words", "tokens"):
                     written.setdefault(path, set()).add(number)
     p = server().Process(target=in_shards, args=(texts, tmp_path))
     p.start()
     p.join()
-    c = Corpus.load(folder, verify=True)
+    c = Corpus.load(folder)
     assert c.fingerprint == in_peace.fingerprint and c.card["counts"] == in_peace.card["counts"]
     assert not list(tmp_path.glob("*.partial"))
     assert cores == "2" or max(map(len, written.values()), default=1) == 1

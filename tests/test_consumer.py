@@ -12,7 +12,7 @@ from cramnb.consumer import Chunks, StopAfter, cut_chunks, home_arguments, home_
 from cramnb.consumer import learn_wordpiece
 from cramnb.command import main
 from cramnb.core import quiet
-from cramnb.corpus import docstrings
+from cramnb.text.sources import docstrings
 from cramnb.glue import PUBLISHED_TASKS
 from cramnb.recipe import preset
 from cramnb.book.show import read_data

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cramnb import corpus
-from cramnb.corpus import fold, lost_characters, normalizer
-from cramnb.files import read_file
+from cramnb.text import sources as corpus
+from cramnb.text.clean import fold, lost_characters, normalizer
+from cramnb.text.sources import read_file
 from cramnb.options import Data
 
 

@@ -9,7 +9,6 @@ from cramnb.options import Data
 from cramnb.text.packing import (
     BLOCK,
     WINDOW,
-    Corpus,
     Rows,
     order_keys,
     pack,
@@ -17,9 +16,8 @@ from cramnb.text.packing import (
     token_lengths,
     write_rows,
 )
-from cramnb.rows import count_tokens, in_order, keyed
-from cramnb.sources import documents
-from cramnb.text.store import Corpus
+from cramnb.text.sources import documents
+from cramnb.text.store import Corpus, in_order
 from cramnb.text.tokenizer import encode
 
 
@@ -160,7 +158,7 @@ def test_an_epoch_shows_each_row_once_and_any_part_of_it_can_be_computed(n):
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "floats", "all equal"])
-def test_sorting_in_boxes_is_sorting(kind, tmp_path):
+def test_rows_come_in_the_order_of_their_keys_in_parts(kind, tmp_path):
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 900, (5000, 16)).astype(np.uint16)
     write_rows(np.array_split(rows, 7), tmp_path / "r.arrow", 900)
@@ -170,14 +168,8 @@ def test_sorting_in_boxes_is_sorting(kind, tmp_path):
         floats=-np.round(rng.random(5000), 4),
         **{"all equal": np.zeros(5000, int)},
     )[kind]
-    keys = keyed(values, 0)
-    for memory in (10**9, 40_000, 4_000):
-        boxes = list(in_order(Rows(tmp_path / "r.arrow"), keys, tmp_path / "boxes", memory=memory))
-        assert (
-            np.array_equal(np.concatenate(boxes), rows[np.argsort(values, kind="stable")])
-            and not (tmp_path / "boxes").exists()
-        )
-        assert memory == 10**9 or max(b.nbytes for b in boxes) < 2 * memory
+    parts = list(in_order(Rows(tmp_path / "r.arrow"), values, 4321))
+    assert np.array_equal(np.concatenate(parts), rows[np.argsort(values, kind="stable")][:4321])
 
 
 def test_the_order_on_disk_is_the_order_of_training(texts, corpus, tmp_path):
@@ -205,9 +197,8 @@ def test_block_diagonal_attention_needs_marks(texts, tmp_path):
 
 
 def test_all_training_tokens_are_counted(corpus):
-    counts = np.zeros(corpus.vocab_size, np.int64)
-    assert [r.shape for r in count_tokens([corpus.rows[:]], counts)] == [corpus.rows[:].shape]
-    assert np.array_equal(corpus.token_counts, counts) and counts.sum() == corpus.rows[:].size
+    counts = np.bincount(corpus.rows[:].reshape(-1), minlength=corpus.vocab_size)
+    assert np.array_equal(corpus.token_counts, counts)
 
 
 def test_a_corpus_without_a_card_has_no_fingerprint(corpus):

@@ -16,13 +16,14 @@ import pytest
 import zstandard
 
 from cramnb.core import CramError
-from cramnb.files import Report, choose_files, find_files, read_file
+from cramnb.text.sources import Report, choose_files, find_files, read_file
 from cramnb.options import Data
 from cramnb.presets import PRESETS, PROVENANCE
 from cramnb.names import RETIRED
 from cramnb.recipe import compose, preset
-from cramnb.sources import LEAST, LONGEST, documents, hold_out, interleave, join_rows, mix_parts
-from cramnb.sources import read_hub, source_version, split_files, split_long
+from cramnb.text.sources import LEAST, LONGEST, documents, hold_out, interleave, join_rows
+from cramnb.text.sources import mix_parts
+from cramnb.text.sources import read_hub, source_version, split_files, split_long
 
 DOCS = [
     "A first text, with \u2028 inside.",
@@ -822,7 +823,7 @@ def test_the_same_size_in_the_same_second_is_another_text(tmp_path):
 
 
 def test_installing_a_package_changes_nothing(tmp_path, monkeypatch):
-    from cramnb import corpus
+    from cramnb.text import sources as corpus
 
     site = tmp_path / "site"
     for package in ("numpy", "another"):

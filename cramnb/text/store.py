@@ -19,6 +19,7 @@ __all__ = ['SHARD', 'LEARN_FROM', 'LEARN_SHARDS', 'TOKENIZER_FILES', 'PART_ROWS'
 # %% ../../nbs/library/text/store.ipynb #b46cbc45
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import warnings
@@ -44,14 +45,12 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ..clean import NearDuplicates, Paragraphs, as_bytes, dropped_spans, megabytes_for
-from ..clean import repeated_bytes, without
 from ..core import CramError, DiskFull, disk_full, fingerprint, load_pretrained, nearest
 from ..core import printable, read_json, remove, whole, write_array, write_json, write_text
-from ..corpus import is_trash
 from ..options import Data
 from .packing import Rows, document_ids, narrow, order_keys, pack, stream_order, write_rows
-from ..sources import Report, documents, find_files, open_hub, source_version
+from .clean import SecondLook, as_bytes, dropped_spans, is_trash, repeated_bytes, without
+from .sources import Report, documents, find_files, open_hub, source_version
 from .tokenizer import SPECIAL_TOKENS, encode, template, train_tokenizer, word_splitter, wrap
 
 # %% ../../nbs/library/text/store.ipynb #f9c6f09a
@@ -195,41 +194,13 @@ def _cut(data, folder, n, table):
         write_json(folder / 'dropped-repeats.json', dropped)
     return _text(without(raw[:end], repeated[:end]))
 
-# %% ../../nbs/library/text/store.ipynb #e4ab7eff
-class _SecondLook:
-    "What earlier shards held: paragraphs, and wordings of documents."
-
-    def __init__(self, data, first, shards):
-        self.paragraphs = self.near = None
-        if data.deduplicate and shards > 1:
-            threshold = data.deduplication_threshold
-            look = Paragraphs(threshold, 1)
-            found = sum(len(look.long(text)) for text in first)
-            self.paragraphs = Paragraphs(threshold, megabytes_for(2 * shards * found))
-        if data.near_duplicates:
-            bands = NearDuplicates(data.near_duplicates, 1).bands
-            megabytes = megabytes_for(2 * shards * bands * len(first))
-            self.near = NearDuplicates(data.near_duplicates, megabytes)
-
-    def keep(self, texts):
-        "Cut known paragraphs, drop what reads like an earlier text: kept texts, dropped texts."
-        known = [False] * len(texts)
-        if self.paragraphs:
-            texts = self.paragraphs.cut(texts)
-        if self.near:
-            known = self.near.add(texts)
-        kept = [t for t, bad in zip(texts, known) if not bad]
-        if self.paragraphs:
-            self.paragraphs.add(kept)
-        return kept, [t for t, bad in zip(texts, known) if bad]
-
 # %% ../../nbs/library/text/store.ipynb #61954edd
 def _look_across(data, folder, old, progress):
     "The second look, in order; one that was stopped looks at all shards again."
     report = folder / 'distinct.json'
     if not report.exists():
         old, new = Shards(folder / old), Shards(folder / 'distinct')
-        look = _SecondLook(data, old[0]['text'].to_pylist(), len(old))
+        look = SecondLook(data, old[0]['text'].to_pylist(), len(old))
         for n in range(len(old)):
             kept, dropped = look.keep(old[n]['text'].to_pylist())
             new.write(n, **_text(kept))
@@ -910,7 +881,7 @@ class Corpus:
         progress: Callable = lambda *_: None,  # progress(stage, done, total)
     ) -> 'Corpus':
         "Find a corpus or build it; a build that was stopped goes on. Raises CramError."
-        where = store_folder(data, Path(folder).expanduser())
+        where = store_folder(data, os.path.expanduser(folder))
         if not (where / 'card.json').exists():  # before the lock: a shared folder may be read-only
             with _lock(where, progress):
                 if not (where / 'card.json').exists():
@@ -923,7 +894,7 @@ class Corpus:
         folder: str | Path,  # of one corpus
     ) -> 'Corpus':
         "Open a finished corpus. Raises FileNotFoundError where there is none, CramError for damage."
-        folder = Path(folder).expanduser()
+        folder = Path(os.path.expanduser(folder))
         again = f"Delete {folder}, and it will be built again."
         if not (folder / 'card.json').exists():
             raise FileNotFoundError(f"{folder} holds no finished corpus.")
@@ -949,7 +920,7 @@ class Corpus:
         **options,  # fields of `Data`: vocab_size, seq_length and so on
     ) -> 'Corpus':
         "Build a corpus of texts, or find it built. Raises CramError for what is no text."
-        folder = Path(folder).expanduser()
+        folder = Path(os.path.expanduser(folder))
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with tempfile.TemporaryDirectory(prefix='texts-', dir=folder) as scratch:

@@ -32,7 +32,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from ..core import CramError
-from ..corpus import normalizer
+from .clean import normalizer
 from ..options import Data
 
 # %% ../../nbs/library/text/tokenizer.ipynb #7dbde96c
