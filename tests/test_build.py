@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from conftest import server
 
@@ -22,7 +23,9 @@ from cramnb.core import CramError, DiskFull
 from cramnb.options import Data
 from cramnb.text.sources import documents, read_file
 from cramnb.text.store import FORMAT, Corpus, Shards, clean_stage, disk_needed, each_shard
-from cramnb.text.store import read_stage, store_folder
+from cramnb.text.store import number_words, read_stage, spread, store_folder, word_ids
+from cramnb.text.tokenizer import SPECIAL_TOKENS, count_words, encode, train_tokenizer
+from tokenizers import Tokenizer, models, trainers
 
 
 def small(texts, **changes) -> Data:
@@ -140,6 +143,66 @@ def test_one_text_file_of_ones_own_is_enough(texts, tmp_path):
     data.trash_cutoff = 0.4
     c = Corpus.build(data, tmp_path / "corpora")
     assert len(c.rows) > 100 and len(c.heldout) > 0 and c.notices and c.heldout_documents()
+
+
+# --- words
+
+
+def strange_texts(n=120) -> list[str]:
+    "Characters of all planes, white space of all kinds, and some very long words."
+    rng = random.Random(0)
+    planes = [(0, 128), (0, 0x250), (0x300, 0x370), (0x370, 0x2100), (0x2000, 0x2070)]
+    planes += [(0x3040, 0x9FFF), (0xAC00, 0xD7A4), (0xFB00, 0xFFFE), (0x1F300, 0x1F700)]
+    out = []
+    for _ in range(n):
+        low, high = rng.choice(planes)
+        signs = [chr(rng.randrange(low, high)) for _ in range(60)]
+        signs = [c for c in signs if not "\ud800" <= c <= "\udfff" and c != "\0"]
+        blanks = [
+            rng.choice([" ", "  ", "\t", "\n\n", "\u00a0", "\u2003", "\x1c", "'' "]) for _ in signs
+        ]
+        words = (c * rng.choice([1, 1, 3, 130]) for c in signs)
+        out.append("".join(w + (b if rng.random() < 0.4 else "") for w, b in zip(words, blanks)))
+    return [*out, "", " ", "[MASK] [SEP]", "``a''b'''c``", "a\u0301\u0301 \u0301b"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["WordPiece", "WordLevel", "BPE", "SentencePieceBPE", "Unigram", "WordPieceBERT"]
+)
+def test_ids_of_words_are_the_ids_of_the_library(kind, texts):
+    known = list(read_file(texts))[:200]
+    strange = [*strange_texts(), *known[:50]]
+    keep = dict(ascii_only=False, lowercase=False, strip_accents=False)
+    for options in (dict(), keep, dict(keep, strip_accents=True), dict(fold_punctuation=True)):
+        data = Data(tokenizer=kind, include_sep=False, **options)
+        tokenizer = train_tokenizer([*known, *strange], data, vocab_size=6000)
+        numbers, words = number_words(pa.array(strange, pa.string()), data)
+        ids = spread(word_ids(tokenizer, words.to_pylist()), numbers).to_pylist()
+        assert ids == encode(tokenizer, strange), options
+        assert len(set(words.to_pylist())) == len(words)
+
+
+def test_a_vocabulary_from_counts_is_that_of_the_text(texts):
+    "The library's own trainer reads the text; ours gets counts of words."
+    docs, data = list(read_file(texts))[:400], Data(vocab_size=800)
+    ours = train_tokenizer(dict(count_words(docs, data)), data)
+    letters = sorted(t for t in ours.get_vocab() if len(t.removeprefix("##")) == 1)
+    backend = ours.backend_tokenizer
+    theirs = Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=100))
+    theirs.normalizer, theirs.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+    first = [*SPECIAL_TOKENS, *sorted(letters, key=lambda t: (t.startswith("##"), t))]
+    trainer = trainers.WordPieceTrainer(vocab_size=800, special_tokens=first, show_progress=False)
+    theirs.train_from_iterator(docs, trainer)
+    assert ours.get_vocab() == theirs.get_vocab()
+
+
+def test_counts_of_a_large_text_are_scaled_down(tmp_path, monkeypatch):
+    shards = Shards(tmp_path)
+    for n in range(40):
+        shards.write(n, word=["the", f"w{n}"], count=[1000, 1])
+    assert store.word_counts(shards)["the"] == 1000 * -(-40 // 3), "at most 16 shards are counted"
+    monkeypatch.setattr(store, "LEARN_FROM", 1000)
+    assert store.word_counts(shards) == {"the": 999}
 
 
 # --- disk

@@ -179,13 +179,13 @@ def _strays(text, raw):
     return text.count('\ufffd') - raw.count('\ufffd'.encode())
 
 # %% ../../nbs/library/text/sources.ipynb #ff1cbbbb
-LINE = 2**26  # bytes of a line; a longer one comes in pieces, so that memory is bounded
+LINE = 2**28  # bytes of a line; a longer one comes in pieces, so that memory is bounded
 
 
-def _lines(path, report):
+def _lines(path, report, most=LINE):
     "Lines without byte-order mark, carriage return and NUL; what is mended is counted."
     with _open_text(path) as stream:
-        for n, raw in enumerate(iter(partial(stream.readline, LINE), b'')):
+        for n, raw in enumerate(iter(partial(stream.readline, most), b'')):
             raw = raw.removeprefix(codecs.BOM_UTF8) if n == 0 else raw
             raw = raw[:-2] + b'\n' if raw.endswith(b'\r\n') else raw
             line = raw.decode('utf-8', 'replace').replace('\0', '')
@@ -201,7 +201,7 @@ class _Damage(str):
 def _read_text(path, key, report, size=2000):
     "Cut a text file into documents: after `size` characters at a blank line, or later at a line."
     part, n = [], 0
-    for line in _lines(path, report):
+    for line in _lines(path, report, 2**20):
         part.append(line)
         n += len(line)
         enough = 4 * size if line.strip() else size
