@@ -161,10 +161,12 @@ def read_stage(
         return read_json(folder / 'read.json')
     remove(folder / 'text')
     shards, report = Shards(folder / 'text'), Report()
-    count = Counter(documents=0, characters=0, heldout_documents=0)
+    count = dict(documents=0, characters=0, heldout_documents=0)
     held, part, size = [], [], 0
     for text, heldout in documents(data, report):
-        count.update(documents=1, characters=len(text), heldout_documents=int(heldout))
+        count['documents'] += 1
+        count['characters'] += len(text)
+        count['heldout_documents'] += heldout
         if heldout:
             held.append(text)
         else:
@@ -179,7 +181,8 @@ def read_stage(
     if not len(shards):
         raise CramError(f"The source {data.source!r} holds no text to train on.")
     write_json(folder / 'held.json', held, indent=None)
-    write_json(folder / 'read.json', dict(count, reading=report.as_dict(), **_measure(shards)))
+    count.update(reading=report.as_dict(), text=_measure(shards))
+    write_json(folder / 'read.json', count)
     return read_json(folder / 'read.json')
 
 # %% ../../nbs/library/text/store.ipynb #bd65c76c
@@ -223,14 +226,14 @@ def clean_stage(
     progress: Callable,  # progress(stage, done, total)
 ) -> tuple[str, dict]:  # folder of the clean shards, and their counts
     "Cut repeats and drop near-duplicates, where the options ask for it."
-    last, counts = 'text', read_json(folder / 'read.json')
+    last, counts = 'text', read_json(folder / 'read.json')['text']
     if data.deduplicate:
         last = 'unique'
         counts = _stage(_cut, data, folder, 'text', last, 'cutting repeats', progress)
     if data.near_duplicates or data.deduplicate and counts['shards'] > 1:
         counts = _look_across(data, folder, last, progress)
         last = 'distinct'
-    return last, {k: counts[k] for k in ('shards', 'documents', 'characters')}
+    return last, counts
 
 # %% ../../nbs/library/text/store.ipynb #af159385
 def number_words(
