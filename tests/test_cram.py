@@ -436,7 +436,7 @@ def test_a_corpus_is_published_beside_itself_and_never_over_something(tmp_path, 
     from cramnb.core import CramError
 
     rows = S(parts=[S(shape=(7, 64))])
-    monkeypatch.setattr(cram, "load_corpus", lambda folder: S(vocab_size=1000, rows=rows))
+    monkeypatch.setattr(cram.Corpus, "load", lambda folder: S(vocab_size=1000, rows=rows))
     monkeypatch.setattr(cram, "publish_corpus", lambda corpus, target, push: target)
     told = Told()
     cram.publish_verb([f"corpus={tmp_path / 'mine'}"], told)

@@ -18,6 +18,7 @@ from conftest import server
 from filelock import FileLock
 
 import cramnb.text.store as store
+from cramnb.text import sources
 from cramnb.core import CramError
 from cramnb.options import Data
 from cramnb.recipe import preset
@@ -371,18 +372,18 @@ def test_the_tokenizer_is_looked_for_where_the_hub_has_it(published, tmp_path, m
             raise EntryNotFoundError("404")
         return published[0] / "tokenizer" / name.removeprefix("tokenizer/")
 
-    monkeypatch.setattr(store, "hf_hub_download", download)
-    assert store.fetch_tokenizer("a/b", tmp_path / "one").mask_token_id == 2
+    monkeypatch.setattr(sources, "hf_hub_download", download)
+    assert sources.fetch_tokenizer("a/b", tmp_path / "one").mask_token_id == 2
     assert all(name.startswith("tokenizer/") for name in asked) and len(asked) == 3
     nested = False
-    assert store.fetch_tokenizer("a/b", tmp_path / "two").pad_token_id == 0
+    assert sources.fetch_tokenizer("a/b", tmp_path / "two").pad_token_id == 0
 
     def offline(*_, **__):
         raise LocalEntryNotFoundError("cannot find it, and outgoing traffic is off")
 
-    monkeypatch.setattr(store, "hf_hub_download", offline)
+    monkeypatch.setattr(sources, "hf_hub_download", offline)
     with pytest.raises(CramError, match="a/b.*cannot be fetched.*outgoing traffic"):
-        store.fetch_tokenizer("a/b", tmp_path / "three")
+        sources.fetch_tokenizer("a/b", tmp_path / "three")
 
 
 def test_a_stopped_download_goes_on_where_it_was(published, tmp_path, monkeypatch):
@@ -412,21 +413,21 @@ def test_what_was_fetched_survives_the_network(published, tmp_path, monkeypatch)
     "A stream that breaks off, then a call without a network, then one that ends it."
     folder, rows = published
     monkeypatch.setattr(store, "PART_ROWS", 300)
-    real = store.open_hub
+    real = sources.open_hub
 
     def breaks(stage, done, total):
         def offline(*_, **__):
             raise OSError("no route to host")
 
         if done == 300:
-            monkeypatch.setattr(store, "open_hub", offline)
+            monkeypatch.setattr(sources, "open_hub", offline)
             raise ConnectionError("connection reset")
 
     with pytest.raises(ConnectionError, match="connection reset"):
         Corpus.build(ready(folder), tmp_path, breaks)
     with pytest.raises(ConnectionError, match="no route to host.*The same command goes on"):
         Corpus.build(ready(folder), tmp_path)
-    monkeypatch.setattr(store, "open_hub", real)
+    monkeypatch.setattr(sources, "open_hub", real)
     seen = []
     c = Corpus.build(ready(folder), tmp_path, lambda stage, done, total: seen.append(done))
     assert seen == [600, 900, 1000] and all_rows(c) == sorted(map(bytes, rows.astype(np.uint16)))
