@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from cramnb.train.device import keep_memory
-from cramnb.text.packing import PackedCorpus, pack
+from cramnb.text.packing import pack
 from cramnb.recipe import compose
 from cramnb.run.run import make_loop, new_model
-from cramnb.store import prepare_corpus
+from cramnb.text.store import Corpus
 from cramnb.text.tokenizer import encode
 from cramnb.train.loop import heldout_batches, heldout_loss, unigram_entropy
 
@@ -28,11 +28,11 @@ FASTEST = ["impl.precision=bfloat16", "impl.attn_implementation=eager", "impl.mi
 MARKS = [0.02, 0.05, *(n / 20 for n in range(2, 6)), *(n / 10 for n in range(3, 10))]
 
 
-def corpus_of(recipe) -> PackedCorpus:
-    return prepare_corpus(recipe.data, recipe.impl.path)[0]
+def corpus_of(recipe) -> Corpus:
+    return Corpus.build(recipe.data, recipe.impl.path)
 
 
-def judged_by(job: dict, recipe, corpus: PackedCorpus) -> tuple[PackedCorpus, int]:
+def judged_by(job: dict, recipe, corpus: Corpus) -> tuple[Corpus, int]:
     """The corpus with the held-out text of the recipe in `judge`, and how many characters it has.
 
     A filter works on held-out text as well, so recipes of text need one judge for all of them.
@@ -46,7 +46,7 @@ def judged_by(job: dict, recipe, corpus: PackedCorpus) -> tuple[PackedCorpus, in
     return replace(corpus, heldout=rows), sum(map(len, documents))
 
 
-def unseen_loss(trainer, corpus: PackedCorpus) -> float | None:
+def unseen_loss(trainer, corpus: Corpus) -> float | None:
     "Loss on the held-out rows that `train.eval_rows` leaves: no choice of a setting saw them."
     rest = corpus.heldout[trainer.train.eval_rows :]
     if not len(rest):

@@ -26,11 +26,11 @@ from cramnb.judge.tasks import local_suite
 from cramnb.text.masking import mask_tokens
 from cramnb.model.mlm import build_model
 from cramnb.options import Arch, Data
-from cramnb.text.packing import PackedCorpus, Rows, write_rows
+from cramnb.text.packing import Rows, write_rows
 from cramnb.recipe import Recipe, compose
 from .rivals import beside_transformers, run_arm, same_contents, stored_table
 from .rivals import with_collator, with_data_loader, with_trainer
-from cramnb.sources import documents
+from cramnb.text.sources import documents
 from .steps import beside_original, own_words, step_arms, step_recipe
 from .throughput import machine, tell, whole_loop
 from cramnb.text.tokenizer import train_tokenizer
@@ -168,7 +168,7 @@ def loader(
     ids, size = _rows(n), 512
     write_rows(np.array_split(ids, 8), folder / 'rows.arrow', 32_768)
     stored = Rows(folder / 'rows.arrow')
-    corpus = PackedCorpus(folder, stored, stored, None, dict(data=dict(ordering='randomized')))
+    corpus = Corpus(folder, stored, stored, None, dict(data=dict(ordering='randomized')))
     table = stored_table(ids[: n // 16], folder / 'theirs')
 
     def ours():

@@ -24,8 +24,8 @@ from cramnb.model.mlm import count_parameters
 from cramnb.options import Data
 from cramnb.recipe import compose
 from cramnb.run.run import make_loop, new_model
-from cramnb.sources import documents
-from cramnb.store import prepare_corpus
+from cramnb.text.sources import documents
+from cramnb.text.store import Corpus
 from cramnb.train.loop import heldout_batches, heldout_loss, unigram_entropy
 
 SECONDS, ROWS, PILOT, VOCAB = 120.0, 16, 10.0, 4096
@@ -131,7 +131,7 @@ def side_by_side(text: Path, folder: Path, seeds=(0, 1)) -> dict:
     given = dict(source="files", files=str(text), max_megabytes=60, vocab_size=VOCAB)
     given |= dict(deduplicate=False, trash_cutoff=0.0, heldout=0.01, include_cls=True)
     data = Data(**given)
-    corpus, _ = prepare_corpus(data, folder / "data")
+    corpus = Corpus.build(data, folder / "data")
     corpus.data_options = data
     train, held = [], []
     for document, out in documents(data):

@@ -18,7 +18,7 @@ import torch
 from cramnb.train.device import keep_memory
 from cramnb.recipe import compose
 from cramnb.run.run import make_loop, new_model
-from cramnb.store import prepare_corpus
+from cramnb.text.store import Corpus
 
 SHAPES = {
     "tiny, 2 layers of 128": [],
@@ -39,7 +39,7 @@ def turn(way: str, words: list[str]) -> float:
     "Tokens a second of processor time, over whole updates."
     torch.set_num_threads(1)
     recipe = compose(["arch=tiny", "train=tiny", "impl.microbatch_size=32", *WAYS[way], *words])
-    corpus = prepare_corpus(recipe.data, recipe.impl.path)[0]
+    corpus = Corpus.build(recipe.data, recipe.impl.path)
     trainer = make_loop(recipe, new_model(recipe, corpus), corpus)[0]
     updates = trainer.updates()
     for _ in range(5):

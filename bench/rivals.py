@@ -34,15 +34,14 @@ from transformers import (
 )
 
 from cramnb.core import CramError
-from cramnb.corpus import normalizer
+from cramnb.text.clean import normalizer
 from cramnb.glue import score
 from cramnb.model.mlm import build_model
 from cramnb.options import Arch, Data
-from cramnb.text.packing import PackedCorpus
 from cramnb.run.hub import bert_names
 from cramnb.recipe import preset
 from .steps import WAYS, Side, our_ways
-from cramnb.store import prepare_corpus
+from cramnb.text.store import Corpus
 from cramnb.text.tokenizer import SPECIAL_TOKENS, wrap
 from cramnb.train.loop import mlm_loss
 
@@ -159,9 +158,9 @@ def with_cramnb(
     files: str,  # a JSON-lines file
     data: Data,  # as for `with_datasets`
     folder: Path,  # where the corpus goes
-) -> PackedCorpus:
+) -> Corpus:
     "The same with this library."
-    return prepare_corpus(replace(data, source='files', files=files), folder)[0]
+    return Corpus.build(replace(data, source='files', files=files), folder)
 
 
 def _contents(rows, tokenizer, count):

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models
 from cramnb.train.device import pick_device
 from cramnb.text.masking import MaskedBatch
 from cramnb.model.mlm import flops_per_token
-from cramnb.text.packing import PackedCorpus, Rows, write_rows
+from cramnb.text.packing import Rows, write_rows
 from cramnb.recipe import Recipe
 from cramnb.run.run import make_trainer
 from cramnb.text.tokenizer import SPECIAL_TOKENS, wrap
@@ -63,7 +63,7 @@ def random_corpus(
     rows: int,  # to train on
     vocab_size: int,  # V
     seq_length: int = 128,  # T
-) -> PackedCorpus:
+) -> Corpus:
     "A corpus of random rows, with the tokenizer that masking asks for its special tokens."
     draw = np.random.default_rng(0)
     ids = draw.integers(len(SPECIAL_TOKENS), vocab_size, (rows, seq_length), dtype=np.uint32)
@@ -72,7 +72,7 @@ def random_corpus(
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token='[UNK]')
     stored = Rows(folder / 'rows.arrow')
     card = dict(data=dict(ordering='randomized'))
-    return PackedCorpus(folder, stored, stored, wrap(Tokenizer(model), seq_length), card)
+    return Corpus(folder, stored, stored, wrap(Tokenizer(model), seq_length), card)
 
 
 class _Stopwatch:

@@ -1,14 +1,10 @@
 """Modules:
 
 - `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share
-- `cramnb.build`: Read, cut repeats, filter: shard by shard, in stages that a kill cannot undo
-- `cramnb.clean`: A suffix array, a filter that remembers paragraphs, and near-duplicates
 - `cramnb.cli`: Words become a verb and a recipe, and a mistake is told in one line, at once
 - `cramnb.consumer`: A hundred hours on 8 GB with Hugging Face's own parts, beside our engine, and what both are worth
 - `cramnb.core`: Errors with the nearest name, files written whole or not at all
-- `cramnb.corpus`: Documents in, clean documents out, and a count of everything that was dropped
 - `cramnb.cram`: Raw text to score table: what `cramnb cram`, `pretrain`, `eval` and `data` do
-- `cramnb.files`: Texts out of text files, JSON, tables and archives, and a report of what was damaged
 - `cramnb.judge.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
 - `cramnb.judge.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
 - `cramnb.judge.score`: Several seeds, the median, the spread, and why published averages differ
@@ -20,9 +16,7 @@
 - `cramnb.model.original`: The published crammed-BERT weights, of both generations, as the function that they were
 - `cramnb.model.zoo`: Each relative of crammed-BERT as a few changed fields, and what it weighs
 - `cramnb.options`: Every choice of a run, in five groups with types and bounds, and the named sets of values
-- `cramnb.ready`: Published rows and their tokenizer, fetched in parts; and rows of random tokens
 - `cramnb.recipe`: One graphics card, one day, and every choice of the run in one typed object
-- `cramnb.rows`: Learn the vocabulary, encode, pack, and sort in bounded memory
 - `cramnb.run.hub`: Checkpoints of the original in; ordinary Hugging Face folders, model cards and rows out
 - `cramnb.run.page`: Loss, speed, memory and time left in a browser, without an account
 - `cramnb.run.plan`: Memory, rate, tokens, disk and, near the runs that were measured, the loss: all before anything is built
@@ -30,10 +24,11 @@
 - `cramnb.run.run`: The front door: train inside a folder, go on after a kill, score, load
 - `cramnb.run.runs`: Open, lock and list
 - `cramnb.run.watch`: One line per update: loss, speed, share of the card, energy; and those who are told about it
-- `cramnb.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
-- `cramnb.store`: A corpus is built once, and named by its content
+- `cramnb.text.clean`: One spelling for one word, a filter for trash, and repeats found at any size
 - `cramnb.text.masking`: Hide a quarter of the text, and ask for it back
 - `cramnb.text.packing`: Pack the tokens once, and read them for ever
+- `cramnb.text.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
+- `cramnb.text.store`: Every distinct word once: from any text to rows of tokens, built once and known by content
 - `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
 - `cramnb.train.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
 - `cramnb.train.device`: One description of a device, what follows from it, and what torch keeps for the whole process
@@ -49,7 +44,7 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 
 _DOOR = dict(  # public name -> the module that is loaded when it is asked for
-    Corpus="_adapters",
+    Corpus="text.store",
     build_model="model.mlm",
     Trainer="run.run",
     evaluate="run.run",

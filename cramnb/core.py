@@ -86,7 +86,6 @@ def say(
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
-
 # %% ../nbs/library/core.ipynb #b2710ae9
 _SIGNALS = [getattr(signal, n) for n in ('SIGINT', 'SIGTERM', 'SIGHUP') if hasattr(signal, n)]
 

@@ -28,7 +28,7 @@ from .run.run import Checkpoint, Corpus, Trainer, check_run, dry_run, evaluate, 
 from .run.run import open_corpus, open_together, resolve_checkpoint, silent, wants_local
 from .run.runs import finished, read_recipe, run_folder
 from .run.plan import Plan, describe, expected_loss, plan_here, show_hours
-from .store import store_folder, verify_corpus
+from .text.store import store_folder
 from .train.distributed import join_world, share
 
 # %% ../nbs/library/cram.ipynb #314ada62
@@ -153,7 +153,6 @@ def data_verb(
 ):
     "Prepare a corpus, or find it and compare its checksums, and show its data card."
     corpus = open_corpus(recipe, progress, say)
-    verify_corpus(corpus.folder)
     say((corpus.folder / 'README.md').read_text(encoding='utf-8'))
 
 # %% ../nbs/library/cram.ipynb #f3daf6e4

@@ -37,7 +37,9 @@ class Recipe:
 
     name: str = option('cram', 'of the run, and of its folder')
     seed: int = option(0, 'of every random draw', le=2**31 - 1)
-    budget: float = option(24.0, 'of pretraining: hours (24, 0.5), minutes (3m), seconds (45s)', gt=0)
+    budget: float = option(
+        24.0, 'of pretraining: hours (24, 0.5), minutes (3m), seconds (45s)', gt=0
+    )
     base_dir: str = option('runs', 'folder of the runs')
     dryrun: bool = option(False, 'two updates, nothing kept')
     fresh: bool = option(False, 'throw away an unfinished run of this name and start over')

@@ -45,8 +45,8 @@ def put_in(path: Path) -> list[str]:
     sys.modules["mine"] = mine
     spec.loader.exec_module(mine)
     written = {k: v for k, v in vars(mine).items() if getattr(v, "__module__", "") == "mine"}
-    stems = [p.stem for p in (ROOT / "cramnb").glob("[a-z]*.py")]
-    library = [importlib.import_module(f"cramnb.{stem}") for stem in stems]
+    found = (p.relative_to(ROOT).with_suffix("") for p in (ROOT / "cramnb").rglob("[a-z]*.py"))
+    library = [importlib.import_module(".".join(p.parts)) for p in found]
     replaced = []
     for name, new in written.items():
         found = {getattr(m, name) for m in library if hasattr(m, name)}
@@ -106,7 +106,13 @@ def server():
     carry along half dead."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["pytest", "cramnb.store", "cramnb.train.checkpoint", "cramnb.model.mlm", "cramnb.cram"]
+        [
+            "pytest",
+            "cramnb.text.store",
+            "cramnb.train.checkpoint",
+            "cramnb.model.mlm",
+            "cramnb.cram",
+        ]
     )
     return context
 
@@ -118,7 +124,7 @@ def texts(tmp_path_factory) -> Path:
     import itertools
     import json
 
-    from cramnb.corpus import docstrings
+    from cramnb.text.sources import docstrings
 
     path = tmp_path_factory.mktemp("texts") / "docs.jsonl"
     path.write_text(

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from cramnb.corpus import docstrings
+from cramnb.text.clean import docstrings
 from cramnb.judge.tasks import TASKS
 from cramnb.model.mlm import build_model
+from cramnb.text.sources import docstrings
 from cramnb.recipe import preset
 from cramnb.text.tokenizer import train_tokenizer
 

@@ -13,16 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from conftest import server
 
-import cramnb.build as build
 import cramnb.core as core
-from cramnb.build import Shards, clean_stage, disk_needed, each_shard, read_stage
+import cramnb.text.store as store
 from cramnb.core import CramError, DiskFull
 from cramnb.options import Data
-from cramnb.sources import documents, read_file
-from cramnb.store import FORMAT, load_corpus, prepare_corpus, store_folder
+from cramnb.text.sources import documents, read_file
+from cramnb.text.store import FORMAT, Corpus, Shards, clean_stage, disk_needed, each_shard
+from cramnb.text.store import number_words, read_stage, spread, store_folder, word_ids
+from cramnb.text.tokenizer import SPECIAL_TOKENS, count_words, encode, train_tokenizer
+from tokenizers import Tokenizer, models, trainers
 
 
 def small(texts, **changes) -> Data:
@@ -37,7 +40,12 @@ def write_lines(path: Path, texts) -> Path:
 
 @pytest.fixture(scope="module")
 def corpus(texts, tmp_path_factory):
-    return prepare_corpus(small(texts), tmp_path_factory.mktemp("corpora"))[0]
+    return Corpus.build(small(texts), tmp_path_factory.mktemp("corpora"))
+
+
+def texts_of(folder: Path) -> list[list[str]]:
+    shards = Shards(folder)
+    return [shards[n]["text"].to_pylist() for n in range(len(shards))]
 
 
 # --- stages
@@ -45,12 +53,12 @@ def corpus(texts, tmp_path_factory):
 
 def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
     "A shard holds a fixed amount of text, whatever the size of the source."
-    monkeypatch.setattr(build, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(store, "SHARD", 100_000)
     texts = [f"document {i} " + "word and more " * 40 for i in range(3000)]
     big = write_lines(tmp_path / "big.jsonl", texts)
     (tmp_path / "build").mkdir()
     read_stage(small(big), tmp_path / "build", lambda *_: None)
-    sizes = [sum(map(len, texts)) for texts in Shards(tmp_path / "build/text")]
+    sizes = [sum(map(len, texts)) for texts in texts_of(tmp_path / "build/text")]
     assert len(sizes) > 10 and max(sizes) < 102_000
 
 
@@ -59,13 +67,13 @@ def test_shards_share_what_they_have_seen(tmp_path, texts, monkeypatch):
     notice += " That holds for reading it as well as for copying it at all."
     docs = [f"{d}\n{notice}" for d in list(read_file(texts))[:300]]
     path = write_lines(tmp_path / "a.jsonl", [*docs, docs[0] + " Seen before."])
-    monkeypatch.setattr(build, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(store, "SHARD", 30_000)
     data = small(path, heldout=0.05, near_duplicates=0.9, trash_cutoff=0.0)
     folder = tmp_path / "build"
     folder.mkdir()
     read_stage(data, folder, lambda *_: None)
-    clean_stage(data, folder, lambda *_: None)
-    kept = list(Shards(folder / "clean"))
+    last, _ = clean_stage(data, folder, lambda *_: None)
+    kept = texts_of(folder / last)
     assert len(kept) > 3 and sum(t.count(notice) for shard in kept for t in shard) <= 1
     assert not any(t.count("Seen before") and docs[0] in t for shard in kept for t in shard)
 
@@ -78,28 +86,31 @@ def test_finished_shards_are_not_built_again(texts, corpus, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare_corpus(small(texts), tmp_path, stop)
+        Corpus.build(small(texts), tmp_path, stop)
     stages = []
-    again = prepare_corpus(small(texts), tmp_path, lambda stage, *_: stages.append(stage))[0]
-    assert not {"reading", "cutting repeats", "filtering"} & set(stages) and "packing" in stages
+    again = Corpus.build(small(texts), tmp_path, lambda stage, *_: stages.append(stage))
+    assert (
+        not {"reading", "cutting repeats", "splitting into words"} & set(stages)
+        and "packing" in stages
+    )
     assert again.fingerprint == corpus.fingerprint
 
 
 def test_a_damaged_shard_is_named_and_nothing_else_is_thrown_away(texts, tmp_path):
     def spoil(stage, done, total):
-        if stage == "learning what prose is":
-            path = next(tmp_path.rglob("distinct/*.json"))
+        if stage == "learning the vocabulary":
+            path = next(tmp_path.rglob("words/*.parquet"))
             path.write_bytes(path.read_bytes()[:-50])
 
-    with pytest.raises(CramError, match="distinct/00000.json is damaged.*Delete .*partial"):
-        prepare_corpus(small(texts), tmp_path, spoil)
+    with pytest.raises(CramError, match="words/00000.parquet is damaged.*Delete .*partial"):
+        Corpus.build(small(texts), tmp_path, spoil)
     assert next(tmp_path.glob("*.partial/read.json"))
 
 
 def test_a_mistake_after_hours_keeps_the_hours(texts, tmp_path):
     data = small(texts, trash_cutoff=0.001)
     with pytest.raises(CramError, match="leaves no text.*What is finished stays in"):
-        prepare_corpus(data, tmp_path / "corpora")
+        Corpus.build(data, tmp_path / "corpora")
     assert next((tmp_path / "corpora").glob("*.partial/read.json"))
 
 
@@ -107,13 +118,13 @@ def test_a_mistake_after_hours_keeps_the_hours(texts, tmp_path):
 def test_a_mistake_before_anything_was_built_leaves_nothing(text, tmp_path):
     empty = write_lines(tmp_path / "empty.jsonl", [text])
     with pytest.raises(CramError):
-        prepare_corpus(small(empty), tmp_path / "corpora")
+        Corpus.build(small(empty), tmp_path / "corpora")
     assert not (tmp_path / "corpora").exists()
 
 
 def test_a_small_text_gets_a_small_vocabulary(texts, tmp_path):
     few = write_lines(tmp_path / "few.jsonl", list(read_file(texts))[:40])
-    c, _ = prepare_corpus(small(few, vocab_size=30_000), tmp_path / "corpora")
+    c = Corpus.build(small(few, vocab_size=30_000), tmp_path / "corpora")
     assert c.vocab_size % 64 == 0 and 64 <= c.vocab_size < 30_000
     assert c.notices == [
         f"The vocabulary has {c.vocab_size:,} entries: "
@@ -121,7 +132,7 @@ def test_a_small_text_gets_a_small_vocabulary(texts, tmp_path):
     ]
     assert len(c.heldout) > 0 and c.rows[:].max() < c.vocab_size == len(c.token_counts)
     with pytest.raises(CramError, match="vocab_size=20"):
-        prepare_corpus(small(few, vocab_size=20), tmp_path / "corpora")
+        Corpus.build(small(few, vocab_size=20), tmp_path / "corpora")
 
 
 def test_one_text_file_of_ones_own_is_enough(texts, tmp_path):
@@ -130,8 +141,68 @@ def test_one_text_file_of_ones_own_is_enough(texts, tmp_path):
     (tmp_path / "mine.txt").write_text(".\n".join(lines), encoding="utf-8")
     data = Data(source="files", files=str(tmp_path / "mine.txt"), deduplicate=True)
     data.trash_cutoff = 0.4
-    c, _ = prepare_corpus(data, tmp_path / "corpora")
+    c = Corpus.build(data, tmp_path / "corpora")
     assert len(c.rows) > 100 and len(c.heldout) > 0 and c.notices and c.heldout_documents()
+
+
+# --- words
+
+
+def strange_texts(n=120) -> list[str]:
+    "Characters of all planes, white space of all kinds, and some very long words."
+    rng = random.Random(0)
+    planes = [(0, 128), (0, 0x250), (0x300, 0x370), (0x370, 0x2100), (0x2000, 0x2070)]
+    planes += [(0x3040, 0x9FFF), (0xAC00, 0xD7A4), (0xFB00, 0xFFFE), (0x1F300, 0x1F700)]
+    out = []
+    for _ in range(n):
+        low, high = rng.choice(planes)
+        signs = [chr(rng.randrange(low, high)) for _ in range(60)]
+        signs = [c for c in signs if not "\ud800" <= c <= "\udfff" and c != "\0"]
+        blanks = [
+            rng.choice([" ", "  ", "\t", "\n\n", "\u00a0", "\u2003", "\x1c", "'' "]) for _ in signs
+        ]
+        words = (c * rng.choice([1, 1, 3, 130]) for c in signs)
+        out.append("".join(w + (b if rng.random() < 0.4 else "") for w, b in zip(words, blanks)))
+    return [*out, "", " ", "[MASK] [SEP]", "``a''b'''c``", "a\u0301\u0301 \u0301b"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["WordPiece", "WordLevel", "BPE", "SentencePieceBPE", "Unigram", "WordPieceBERT"]
+)
+def test_ids_of_words_are_the_ids_of_the_library(kind, texts):
+    known = list(read_file(texts))[:200]
+    strange = [*strange_texts(), *known[:50]]
+    keep = dict(ascii_only=False, lowercase=False, strip_accents=False)
+    for options in (dict(), keep, dict(keep, strip_accents=True), dict(fold_punctuation=True)):
+        data = Data(tokenizer=kind, include_sep=False, **options)
+        tokenizer = train_tokenizer([*known, *strange], data, vocab_size=6000)
+        numbers, words = number_words(pa.array(strange, pa.string()), data)
+        ids = spread(word_ids(tokenizer, words.to_pylist()), numbers).to_pylist()
+        assert ids == encode(tokenizer, strange), options
+        assert len(set(words.to_pylist())) == len(words)
+
+
+def test_a_vocabulary_from_counts_is_that_of_the_text(texts):
+    "The library's own trainer reads the text; ours gets counts of words."
+    docs, data = list(read_file(texts))[:400], Data(vocab_size=800)
+    ours = train_tokenizer(dict(count_words(docs, data)), data)
+    letters = sorted(t for t in ours.get_vocab() if len(t.removeprefix("##")) == 1)
+    backend = ours.backend_tokenizer
+    theirs = Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=100))
+    theirs.normalizer, theirs.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+    first = [*SPECIAL_TOKENS, *sorted(letters, key=lambda t: (t.startswith("##"), t))]
+    trainer = trainers.WordPieceTrainer(vocab_size=800, special_tokens=first, show_progress=False)
+    theirs.train_from_iterator(docs, trainer)
+    assert ours.get_vocab() == theirs.get_vocab()
+
+
+def test_counts_of_a_large_text_are_scaled_down(tmp_path, monkeypatch):
+    shards = Shards(tmp_path)
+    for n in range(40):
+        shards.write(n, word=["the", f"w{n}"], count=[1000, 1])
+    assert store.word_counts(shards)["the"] == 1000 * -(-40 // 3), "at most 16 shards are counted"
+    monkeypatch.setattr(store, "LEARN_FROM", 1000)
+    assert store.word_counts(shards) == {"the": 999}
 
 
 # --- disk
@@ -148,13 +219,13 @@ def test_peak_disk_stays_under_three_times_the_text(texts, tmp_path):
         peak = max(peak, sum(p.stat().st_size for p in files))
 
     data = small(path, deduplicate=False, trash_cutoff=0.9)
-    prepare_corpus(data, tmp_path / "corpora", watch)
+    Corpus.build(data, tmp_path / "corpora", watch)
     assert 0 < peak < 2.5 * size and size <= disk_needed(data) <= 2.5 * size
 
 
 def test_what_a_build_needs_is_said_before_it_starts(texts, tmp_path):
     stages = []
-    prepare_corpus(small(texts), tmp_path, lambda stage, *_: stages.append(stage))
+    Corpus.build(small(texts), tmp_path, lambda stage, *_: stages.append(stage))
     assert "MB of disk needed" in stages[0] and "free" in stages[0] and stages[1] == "reading"
 
 
@@ -172,10 +243,10 @@ def test_a_full_disk_is_one_message_and_keeps_what_is_finished(
 
     monkeypatch.setattr(core, "flush", full)
     with pytest.raises(DiskFull, match="The disk is full.*finished parts are kept"):
-        prepare_corpus(small(texts), tmp_path)
+        Corpus.build(small(texts), tmp_path)
     assert not store_folder(small(texts), tmp_path).exists()
     monkeypatch.setattr(core, "flush", real)
-    assert prepare_corpus(small(texts), tmp_path)[0].fingerprint == corpus.fingerprint
+    assert Corpus.build(small(texts), tmp_path).fingerprint == corpus.fingerprint
 
 
 # --- the same rows, whoever builds them
@@ -189,19 +260,19 @@ def test_the_format_number_is_raised_when_the_rows_change(tmp_path):
     data = small(write_lines(tmp_path / "t.jsonl", docs), vocab_size=120, seq_length=16)
     sums = []
     for ordering in ("randomized", "sentence-length-curriculum"):
-        c, _ = prepare_corpus(replace(data, ordering=ordering), tmp_path)
+        c = Corpus.build(replace(data, ordering=ordering), tmp_path)
         sums.append(hashlib.md5(c.rows[:].tobytes()).hexdigest()[:8])
     assert (FORMAT, *sums) == GOLDEN
 
 
-GOLDEN = (5, "a455da27", "37dd69f0")
+GOLDEN = (6, "1e124f6b", "cecc6163")
 
 
 def in_shards(texts, folder, cores="1"):
     "A build of some twenty shards, in a process of its own."
     os.environ["LOKY_MAX_CPU_COUNT"] = cores
-    build.SHARD_BYTES = 20_000
-    prepare_corpus(small(texts), folder)
+    store.SHARD = 20_000
+    Corpus.build(small(texts), folder)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +281,7 @@ def in_peace(texts, tmp_path_factory):
     p = server().Process(target=in_shards, args=(texts, folder))
     p.start()
     p.join()
-    return load_corpus(store_folder(small(texts), folder), verify=True)
+    return Corpus.load(store_folder(small(texts), folder))
 
 
 def test_any_number_of_processes_builds_the_same(texts, in_peace, tmp_path):
@@ -218,7 +289,7 @@ def test_any_number_of_processes_builds_the_same(texts, in_peace, tmp_path):
     p.start()
     p.join()
     assert p.exitcode == 0
-    two = load_corpus(store_folder(small(texts), tmp_path))
+    two = Corpus.load(store_folder(small(texts), tmp_path))
     assert two.fingerprint == in_peace.fingerprint and two.card["counts"] == in_peace.card["counts"]
     assert np.array_equal(two.heldout[:], in_peace.heldout[:])
 
@@ -227,10 +298,10 @@ CODE = """
 import sys
 from pathlib import Path
 from cramnb.options import Data
-from cramnb.store import prepare_corpus
+from cramnb.text.store import Corpus
 data = Data(source='files', files=sys.argv[1], vocab_size=1000, seq_length=64, heldout=0.1,
             deduplicate=True, trash_cutoff=0.5)
-print(prepare_corpus(data, sys.argv[2])[0].fingerprint)
+print(Corpus.build(data, sys.argv[2]).fingerprint)
 """
 
 
@@ -284,12 +355,12 @@ def test_a_killed_build_goes_on_from_its_finished_shards(cores, kills, texts, in
         p.join()
         if (partial / "unique.json").exists():
             for path, number in files().items():
-                if path.parent.name in ("clean", "tokens"):
+                if path.parent.name in ("words", "tokens"):
                     written.setdefault(path, set()).add(number)
     p = server().Process(target=in_shards, args=(texts, tmp_path))
     p.start()
     p.join()
-    c = load_corpus(folder, verify=True)
+    c = Corpus.load(folder)
     assert c.fingerprint == in_peace.fingerprint and c.card["counts"] == in_peace.card["counts"]
     assert not list(tmp_path.glob("*.partial"))
     assert cores == "2" or max(map(len, written.values()), default=1) == 1

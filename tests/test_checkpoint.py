@@ -29,7 +29,7 @@ from cramnb.train.checkpoint import (
     verify,
 )
 from cramnb.model.mlm import build_model
-from cramnb.store import prepare_corpus
+from cramnb.text.store import Corpus
 from cramnb.core import CramError, DiskFull, fingerprint
 from cramnb.recipe import compose
 from cramnb.train.loop import Stopped, Loop
@@ -507,7 +507,7 @@ def test_a_whole_run_killed_at_twenty_moments_is_the_unbroken_run(texts, tmp_pat
     from cramnb.run.watch import CLOCKED
 
     torch.set_num_threads(1)
-    prepare_corpus(_recipe(texts, tmp_path / "corpora").data, tmp_path / "corpora")
+    Corpus.build(_recipe(texts, tmp_path / "corpora").data, tmp_path / "corpora")
     _pretrain(texts, tmp_path / "corpora", tmp_path / "whole")
     rng, fork, kills, log, saved = (
         random.Random(1),

@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from cramnb.clean import BloomFilter, NearDuplicates, Paragraphs, as_bytes, deduplicate
-from cramnb.clean import dropped_spans, megabytes_for, repeated_bytes, shingles, signatures, without
+from cramnb.text.clean import BloomFilter, NearDuplicates, Paragraphs, as_bytes, deduplicate
+from cramnb.text.clean import dropped_spans, megabytes_for, repeated_bytes, shingles, signatures
+from cramnb.text.clean import without
 
 
 def test_the_filter_remembers_all_and_claims_little():

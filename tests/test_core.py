@@ -28,7 +28,6 @@ from cramnb.options import PRESETS, PROVENANCE, Train
 from cramnb.recipe import GROUPS, compose, preset, read_value, tiny
 
 
-
 @record
 class Small(TypedDict):
     rows: int

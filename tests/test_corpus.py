@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cramnb import corpus
-from cramnb.corpus import fold, lost_characters, normalizer
-from cramnb.files import read_file
+from cramnb.text import sources as corpus
+from cramnb.text.clean import fold, lost_characters, normalizer
+from cramnb.text.sources import read_file
 from cramnb.options import Data
 
 
@@ -99,7 +99,7 @@ def test_a_document_says_itself_on_which_side_it_falls():
 
 
 def test_the_card_tells_what_was_met_and_what_was_dropped(tmp_path, texts):
-    from cramnb.store import prepare_corpus
+    from cramnb.text.store import Corpus
 
     docs = list(read_file(texts))[:600]
     rng = random.Random(0)
@@ -117,7 +117,7 @@ def test_the_card_tells_what_was_met_and_what_was_dropped(tmp_path, texts):
         trash_cutoff=0.5,
         near_duplicates=0.8,
     )
-    built, _ = prepare_corpus(data, tmp_path / "store")
+    built = Corpus.build(data, tmp_path / "store")
     count, card = built.card["counts"], (built.folder / "README.md").read_text(encoding="utf-8")
     assert (
         count["reading"]["counts"] == {"bad_lines": 1, "empty": 1}

@@ -330,8 +330,7 @@ def test_resume_is_exact_with_dropout_although_only_the_first_has_saved(tmp_path
     told, alone = [], make(dropout=True, batch_size_ramp=0.0)
     load_checkpoint(tmp_path / "parts/checkpoints", alone, told.append)  # one goes on for two
     assert (
-        torch.equal(numbers(alone), parts[0]["weights"])
-        and "microbatch_size 16 (now 8)" in told[0]
+        torch.equal(numbers(alone), parts[0]["weights"]) and "microbatch_size 16 (now 8)" in told[0]
     )
 
 

@@ -14,7 +14,7 @@ from conftest import server
 from cramnb import Corpus, Trainer, build_model, load
 from cramnb.run import run as evaluate
 from cramnb.core import CramError, Stopped
-from cramnb.corpus import docstrings
+from cramnb.text.clean import docstrings
 from cramnb.recipe import preset
 
 ARCH = replace(

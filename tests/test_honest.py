@@ -206,7 +206,7 @@ def test_a_corpus_is_published_from_inside_its_folder(tmp_path, monkeypatch, cap
 
 def test_a_folder_of_the_hub_brings_no_file_from_outside(tmp_path):
     from cramnb.recipe import compose
-    from cramnb.sources import read_hub
+    from cramnb.text.sources import read_hub
 
     (tmp_path / "secret.txt").write_text("secret\n")
     (tmp_path / "set").mkdir()

@@ -29,7 +29,7 @@ from cramnb.model.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClass
 from cramnb.core import CramError
 from folders import SCORES, SUMMARY
 from cramnb.recipe import compose, preset, tiny, to_dict
-from cramnb.store import prepare_corpus
+from cramnb.text.store import Corpus
 from cramnb.text.tokenizer import train_tokenizer
 
 V1 = dict(
@@ -611,14 +611,14 @@ def test_a_corpus_goes_to_the_hub_and_comes_back(tmp_path, monkeypatch):
     words = ["data=files", f"data.files={ROOT / 'README.md'},{ROOT / 'CONTRIBUTING.md'}"]
     words += ["data.trash_cutoff=0"]  # these pages hold many tables and commands
     text = compose([*words, "data.vocab_size=512", "data.seq_length=16"]).data
-    corpus, _ = prepare_corpus(text, tmp_path / "data")
+    corpus = Corpus.build(text, tmp_path / "data")
     folder = publish_corpus(corpus, tmp_path / "rows", "me/rows")
     assert len(list((folder / "data").iterdir())) == -(-len(corpus.rows) // 64) > 1
     card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
     assert card.data.to_dict()["configs"][0]["data_files"][0]["path"] == "data/train-*"
     size = f"data.vocab_size={len(corpus.tokenizer)}"
     words = ["data=pile-readymade", f"data.hub_path={kept}", size, "data.seq_length=16"]
-    back, _ = prepare_corpus(compose(words).data, tmp_path / "data")
+    back = Corpus.build(compose(words).data, tmp_path / "data")
     there = sorted(map(bytes, [*back.rows[:], *back.heldout[:]]))
     assert there == sorted(map(bytes, corpus.rows[:]))
     sample = "The rows of a corpus."

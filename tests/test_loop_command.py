@@ -13,7 +13,7 @@ from cramnb.cli import main
 from cramnb.run.report import pretrain_table
 from cramnb.run.run import make_loop, measure, new_model
 from cramnb.train.loop import heldout_batches, mlm_loss
-from cramnb.store import prepare_corpus
+from cramnb.text.store import Corpus
 from cramnb.core import CramError
 from cramnb.recipe import compose
 from toy import weights
@@ -51,7 +51,7 @@ def place(tmp_path_factory, texts):
         *SMALL,
     ]
     recipe = compose(words)
-    return words, prepare_corpus(recipe.data, Path(recipe.impl.path))[0], folder
+    return words, Corpus.build(recipe.data, Path(recipe.impl.path)), folder
 
 
 def test_an_uneven_microbatch_is_said_and_the_run_goes_through(place, capsys):

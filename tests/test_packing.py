@@ -9,7 +9,6 @@ from cramnb.options import Data
 from cramnb.text.packing import (
     BLOCK,
     WINDOW,
-    PackedCorpus,
     Rows,
     order_keys,
     pack,
@@ -17,9 +16,8 @@ from cramnb.text.packing import (
     token_lengths,
     write_rows,
 )
-from cramnb.rows import count_tokens, in_order, keyed
-from cramnb.sources import documents
-from cramnb.store import prepare_corpus
+from cramnb.text.sources import documents
+from cramnb.text.store import Corpus, in_order
 from cramnb.text.tokenizer import encode
 
 
@@ -30,7 +28,7 @@ def small(texts, **changes) -> Data:
 
 @pytest.fixture(scope="module")
 def corpus(texts, tmp_path_factory):
-    return prepare_corpus(small(texts), tmp_path_factory.mktemp("corpora"))[0]
+    return Corpus.build(small(texts), tmp_path_factory.mktemp("corpora"))
 
 
 ORDERINGS = [f"{k}-curriculum" for k in ("sentence-length", "word-length", "unigram", "fragment")]
@@ -39,7 +37,7 @@ ORDERINGS = [f"{k}-curriculum" for k in ("sentence-length", "word-length", "unig
 @pytest.mark.parametrize("ordering", ORDERINGS)
 @pytest.mark.parametrize("reverse", ["", "reverse-"])
 def test_orders_have_the_property_that_names_them(ordering, reverse, texts, tmp_path):
-    c, _ = prepare_corpus(small(texts, ordering=reverse + ordering), tmp_path)
+    c = Corpus.build(small(texts, ordering=reverse + ordering), tmp_path)
     rows = c.batch(0, len(c.rows), 0)
     assert sorted(map(bytes, rows)) == sorted(map(bytes, c.rows[:])), "every row once"
     period, sep = c.tokenizer.convert_tokens_to_ids("."), c.tokenizer.sep_token_id
@@ -73,15 +71,13 @@ def test_lengths_of_tokens_are_those_of_the_text(corpus):
 
 
 def test_max_rows_keeps_the_first_of_the_order(texts, corpus, tmp_path):
-    c, _ = prepare_corpus(
-        small(texts, ordering="sentence-length-curriculum", max_rows=20), tmp_path
-    )
+    c = Corpus.build(small(texts, ordering="sentence-length-curriculum", max_rows=20), tmp_path)
     period = c.tokenizer.convert_tokens_to_ids(".")
     counts = np.sort((c.rows[:] == period).sum(1))[::-1]
     assert np.array_equal((c.batch(0, 20, 0) == period).sum(1), counts[:20]) and np.array_equal(
         c.batch(20, 1, 0), c.batch(0, 1, 0)
     )
-    r, _ = prepare_corpus(small(texts, max_rows=20), tmp_path)
+    r = Corpus.build(small(texts, max_rows=20), tmp_path)
     one, two = r.batch(0, 20, 0), r.batch(20, 20, 0)
     assert sorted(map(bytes, one)) == sorted(map(bytes, two)) and not np.array_equal(one, two)
 
@@ -129,7 +125,7 @@ def test_packing_in_pieces_of_any_size_is_packing_at_once(seq_length, cls_id):
 )
 def test_every_token_of_the_text_is_in_a_row_or_in_the_card(changes, texts, tmp_path):
     data = small(texts, deduplicate=False, trash_cutoff=0.0, **changes)
-    c, _ = prepare_corpus(data, tmp_path)
+    c = Corpus.build(data, tmp_path)
     train = [t for t, held in documents(data) if not held]
     expected = np.concatenate(
         [np.array(i[data.include_cls :], int) for i in encode(c.tokenizer, train)]
@@ -160,7 +156,7 @@ def test_an_epoch_shows_each_row_once_and_any_part_of_it_can_be_computed(n):
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "floats", "all equal"])
-def test_sorting_in_boxes_is_sorting(kind, tmp_path):
+def test_rows_come_in_the_order_of_their_keys_in_parts(kind, tmp_path):
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 900, (5000, 16)).astype(np.uint16)
     write_rows(np.array_split(rows, 7), tmp_path / "r.arrow", 900)
@@ -170,23 +166,17 @@ def test_sorting_in_boxes_is_sorting(kind, tmp_path):
         floats=-np.round(rng.random(5000), 4),
         **{"all equal": np.zeros(5000, int)},
     )[kind]
-    keys = keyed(values, 0)
-    for memory in (10**9, 40_000, 4_000):
-        boxes = list(in_order(Rows(tmp_path / "r.arrow"), keys, tmp_path / "boxes", memory=memory))
-        assert (
-            np.array_equal(np.concatenate(boxes), rows[np.argsort(values, kind="stable")])
-            and not (tmp_path / "boxes").exists()
-        )
-        assert memory == 10**9 or max(b.nbytes for b in boxes) < 2 * memory
+    parts = list(in_order(Rows(tmp_path / "r.arrow"), values, 4321))
+    assert np.array_equal(np.concatenate(parts), rows[np.argsort(values, kind="stable")][:4321])
 
 
 def test_the_order_on_disk_is_the_order_of_training(texts, corpus, tmp_path):
-    c, _ = prepare_corpus(small(texts, ordering="sentence-length-curriculum"), tmp_path)
+    c = Corpus.build(small(texts, ordering="sentence-length-curriculum"), tmp_path)
     assert (
         np.array_equal(c.batch(0, len(c.rows), 7), c.rows[:])
         and not (c.folder / "order.npy").exists()
     )
-    plain, _ = prepare_corpus(small(texts, ordering="none"), tmp_path)
+    plain = Corpus.build(small(texts, ordering="none"), tmp_path)
     assert sorted(map(bytes, plain.rows[:])) == sorted(
         map(bytes, corpus.rows[:])
     ) and not np.array_equal(plain.rows[:], corpus.rows[:]), "a random store is shuffled on disk"
@@ -196,7 +186,7 @@ def test_the_order_on_disk_is_the_order_of_training(texts, corpus, tmp_path):
 
 
 def test_block_diagonal_attention_needs_marks(texts, tmp_path):
-    c, _ = prepare_corpus(small(texts, include_sep=False), tmp_path)
+    c = Corpus.build(small(texts, include_sep=False), tmp_path)
     with pytest.raises(CramError, match="include_sep=True"):
         c.document_ids(c.rows[:2])
     c.card["data"]["include_sep"], c.tokenizer.sep_token = True, None  # ready-made, without [SEP]
@@ -205,13 +195,12 @@ def test_block_diagonal_attention_needs_marks(texts, tmp_path):
 
 
 def test_all_training_tokens_are_counted(corpus):
-    counts = np.zeros(corpus.vocab_size, np.int64)
-    assert [r.shape for r in count_tokens([corpus.rows[:]], counts)] == [corpus.rows[:].shape]
-    assert np.array_equal(corpus.token_counts, counts) and counts.sum() == corpus.rows[:].size
+    counts = np.bincount(corpus.rows[:].reshape(-1), minlength=corpus.vocab_size)
+    assert np.array_equal(corpus.token_counts, counts)
 
 
 def test_a_corpus_without_a_card_has_no_fingerprint(corpus):
-    bare = PackedCorpus(corpus.folder, corpus.rows, corpus.heldout, corpus.tokenizer, {})
+    bare = Corpus(corpus.folder, corpus.rows, corpus.heldout, corpus.tokenizer, {})
     assert bare.fingerprint == "" and len(corpus.fingerprint) == 16 and bare.notices == []
 
 

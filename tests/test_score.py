@@ -35,7 +35,7 @@ from cramnb.judge.score import (
     summarise,
     within_rules,
 )
-from cramnb.store import store_folder
+from cramnb.text.store import store_folder
 
 
 def judge(checkpoint, ev, folder, **more):

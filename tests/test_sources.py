@@ -5,6 +5,7 @@ import csv
 import gzip
 import itertools
 import json
+import tracemalloc
 import os
 import random
 from dataclasses import replace
@@ -16,13 +17,15 @@ import pytest
 import zstandard
 
 from cramnb.core import CramError
-from cramnb.files import Report, choose_files, find_files, read_file
+from cramnb.text import sources
+from cramnb.text.sources import Report, choose_files, find_files, read_file
 from cramnb.options import Data
 from cramnb.options import PRESETS, PROVENANCE
 from cramnb.recipe import RETIRED
 from cramnb.recipe import compose, preset
-from cramnb.sources import LEAST, LONGEST, documents, hold_out, interleave, join_rows, mix_parts
-from cramnb.sources import read_hub, source_version, split_files, split_long
+from cramnb.text.sources import LEAST, LONGEST, documents, hold_out, interleave, join_rows
+from cramnb.text.sources import mix_parts
+from cramnb.text.sources import read_hub, source_version, split_files, split_long
 
 DOCS = [
     "A first text, with \u2028 inside.",
@@ -815,7 +818,7 @@ def test_the_same_size_in_the_same_second_is_another_text(tmp_path):
 
 
 def test_installing_a_package_changes_nothing(tmp_path, monkeypatch):
-    from cramnb import corpus
+    from cramnb.text import sources as corpus
 
     site = tmp_path / "site"
     for package in ("numpy", "another"):
@@ -836,3 +839,70 @@ def test_every_preset_has_its_provenance_and_the_bounds_of_the_original():
     assert preset("data", "the-pile-stream").max_rows == 0
     own = {n for n in PRESETS["data"] if preset("data", n).fold_punctuation}
     assert own == {"docstrings", "files"}
+
+
+# --- hostile files
+
+
+def test_a_pipe_is_named_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(CramError, match="pipe.txt is no regular file"):
+        list(read_file(tmp_path / "pipe.txt"))
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), MemoryError()])
+def test_a_file_that_cannot_be_read_is_not_called_damaged(error, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text")
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr("pyarrow.input_stream", refuse)
+    with pytest.raises(CramError, match="cannot be read: (permission denied|.*memory)") as e:
+        list(read_file(tmp_path / "a.txt"))
+    assert "damaged" not in str(e.value)
+    if isinstance(error, OSError):
+        monkeypatch.setattr(sources, "fingerprint", refuse)
+        with pytest.raises(CramError, match="a.txt cannot be read: Permission denied"):
+            source_version(Data(source="files", files=str(tmp_path / "a.txt")))
+
+
+def test_a_line_without_end_is_read_in_bounded_memory(tmp_path):
+    "A bomb: little on the disk, one line of 40 MB when it is unpacked."
+    with gzip.open(tmp_path / "a.txt.gz", "wb") as file:
+        for _ in range(40):
+            file.write(b"word " * 200_000)
+    data = Data(source="files", files=str(tmp_path / "a.txt.gz"), max_megabytes=1)
+    tracemalloc.start()
+    size = sum(len(text) for text, _ in documents(data))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 1e6 <= size < 3e6 and peak < 2e7
+
+
+@pytest.mark.parametrize("name", ["../outside/secret.txt", "{}/outside/secret.txt"])
+def test_a_hub_folder_reads_nothing_outside_of_itself(name, tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/secret.txt").write_text("a secret\n")
+    (tmp_path / "set").mkdir()
+    head = f"---\nconfigs:\n- config_name: default\n  data_files: {name.format(tmp_path)}\n---\n"
+    (tmp_path / "set/README.md").write_text(head)
+    with pytest.raises(CramError, match="README.md names .*secret.txt, outside of it"):
+        list(read_hub(Data(source="hub", hub_path=str(tmp_path / "set"))))
+
+
+@pytest.mark.parametrize("suffix", [b".txt", b".jsonl.gz", b".parquet"])
+def test_a_name_need_not_be_utf8(suffix, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    plain = tmp_path / f"plain{suffix.decode()}"
+    if suffix == b".parquet":
+        pq.write_table(pa.table({"text": ["a text"]}), plain)
+    else:
+        raw = b"a text" if suffix == b".txt" else gzip.compress(b'{"text": "a text"}\n')
+        plain.write_bytes(raw)
+    odd = os.path.join(os.fsencode(tmp_path), b"caf\xe9" + suffix)
+    os.rename(plain, odd)
+    assert list(read_file(os.fsdecode(odd))) == ["a text"]
+    assert source_version(Data(source="files", files=str(tmp_path)))

@@ -17,13 +17,13 @@ import yaml
 from conftest import server
 from filelock import FileLock
 
-import cramnb.ready as ready_rows
-import cramnb.store as store
+import cramnb.text.store as store
+from cramnb.text import sources
 from cramnb.core import CramError
 from cramnb.options import Data
 from cramnb.recipe import preset
-from cramnb.sources import read_file
-from cramnb.store import load_corpus, prepare_corpus, store_folder, store_key
+from cramnb.text.sources import read_file
+from cramnb.text.store import Corpus, store_folder, store_key
 
 
 def small(texts, **changes) -> Data:
@@ -33,7 +33,7 @@ def small(texts, **changes) -> Data:
 
 @pytest.fixture(scope="module")
 def corpus(texts, tmp_path_factory):
-    return prepare_corpus(small(texts), tmp_path_factory.mktemp("corpora"))[0]
+    return Corpus.build(small(texts), tmp_path_factory.mktemp("corpora"))
 
 
 # --- names
@@ -79,7 +79,8 @@ def test_another_text_of_the_same_size_in_the_same_second_is_another_corpus(text
     for text in (raw, raw.replace(b"the", b"eht", 1)):
         copy.write_bytes(text)
         os.utime(copy, (1_000_000_000, 1_000_000_000))
-        code = "import sys; from cramnb.options import Data; from cramnb.store import store_key;"
+        code = "import sys; from cramnb.options import Data\n"
+        code += "from cramnb.text.store import store_key\n"
         code += "print(store_key(Data(source='files', files=sys.argv[1])))"
         command = [sys.executable, "-c", code, str(copy)]
         keys.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -92,14 +93,21 @@ def test_a_store_of_older_code_is_not_taken_for_this_ones(texts, monkeypatch):
     assert store_key(small(texts)) != before
 
 
-def test_a_fingerprint_names_rows_and_vocabulary(texts, corpus, tmp_path):
-    again, _ = prepare_corpus(small(texts), tmp_path)
+def test_a_fingerprint_names_rows_vocabulary_and_what_is_held_out(texts, corpus, tmp_path):
+    again = Corpus.build(small(texts), tmp_path)
     assert again.fingerprint == corpus.fingerprint != ""
-    other, _ = prepare_corpus(small(texts, ordering="none"), tmp_path)
+    other = Corpus.build(small(texts, ordering="none"), tmp_path)
     copy = tmp_path / "docs.jsonl"
     copy.write_bytes(texts.read_bytes().replace(b"return", b"yields"))
-    words, _ = prepare_corpus(small(copy), tmp_path)
-    assert len({corpus.fingerprint, other.fingerprint, words.fingerprint}) == 3
+    words = Corpus.build(small(copy), tmp_path)
+    held = tmp_path / "held.jsonl"
+    found = []
+    for more in ("", "One more document that is held out. "):
+        held.write_text(json.dumps(dict(text="The list holds all words. " * 40 + more)))
+        data = small(texts, heldout_files=str(held), deduplicate=False, trash_cutoff=0.0)
+        found.append(Corpus.build(data, tmp_path))
+    assert np.array_equal(found[0].rows[:], found[1].rows[:])
+    assert len({c.fingerprint for c in (corpus, other, words, *found)}) == 5
 
 
 # --- the card, and damage
@@ -117,7 +125,7 @@ def test_the_card_tells_sources_counts_and_examples(texts, corpus, tmp_path):
     more = f"{texts.read_text(encoding='utf-8')}torn\n{odd}\n{script}\n"
     (tmp_path / "docs.jsonl").write_text(more, encoding="utf-8")
     data = small(tmp_path / "docs.jsonl", max_bad_lines=0.01, near_duplicates=0.8)
-    bad, _ = prepare_corpus(data, tmp_path / "corpora")
+    bad = Corpus.build(data, tmp_path / "corpora")
     card = (bad.folder / "README.md").read_text(encoding="utf-8")
     for word in ("bad lines: 1", "nul bytes: 1"):
         assert word in card, word
@@ -128,7 +136,7 @@ def test_the_whole_store_costs_two_bytes_a_token(texts, tmp_path):
     many = [{"text": t} for t in list(read_file(texts)) * 12]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(t) + "\n" for t in many))
     data = small(tmp_path / "many.jsonl", deduplicate=False, trash_cutoff=0.0, heldout=0.01)
-    c, _ = prepare_corpus(data, tmp_path / "corpora")
+    c = Corpus.build(data, tmp_path / "corpora")
     files = {p.name: p.stat().st_size for p in c.folder.rglob("*") if p.is_file()}
     tokens = c.rows[:].size + c.heldout[:].size
     assert sum(files.values()) <= 2.2 * tokens, files
@@ -163,7 +171,7 @@ FILES = ["rows.arrow", "heldout.arrow", "tokenizer/tokenizer.json", "card.json"]
 def test_damage_is_one_line(name, harm, own):
     harm(own / name)
     with pytest.raises(CramError, match="damaged.*Delete .* built again") as e:
-        load_corpus(own)
+        Corpus.load(own)
     assert "\n" not in str(e.value)
 
 
@@ -171,29 +179,54 @@ def test_damage_is_one_line(name, harm, own):
 def test_a_card_that_is_none_is_one_line(card, own):
     (own / "card.json").write_text(card)
     with pytest.raises(CramError, match="card.json is damaged"):
-        load_corpus(own)
+        Corpus.load(own)
 
 
 def test_a_tokenizer_without_its_special_tokens_is_damage(own):
     path, card = own / "tokenizer/tokenizer_config.json", own / "card.json"
     path.write_text('{"train": null}')
     with pytest.raises(CramError, match="is damaged.*tokenizer_config.json is cut"):
-        load_corpus(own)
+        Corpus.load(own)
     found = json.loads(card.read_text())
-    found["bytes"].pop("tokenizer/tokenizer_config.json")
+    for known in (found["bytes"], found["checksums"]):
+        known.pop("tokenizer/tokenizer_config.json")
     card.write_text(json.dumps(found))
     with pytest.raises(CramError, match="is damaged .its tokenizer has no .*mask_token"):
-        load_corpus(own)
+        Corpus.load(own)
 
 
-def test_a_flipped_bit_is_found_on_request(own):
-    load_corpus(own, verify=True)
-    raw = bytearray((own / "rows.arrow").read_bytes())
+@pytest.mark.parametrize("name", store.FILES)
+def test_damage_of_equal_size_is_found_when_a_corpus_is_opened(name, own):
+    Corpus.load(own)
+    raw = bytearray((own / name).read_bytes())
     raw[len(raw) // 2] ^= 1
-    (own / "rows.arrow").write_bytes(raw)
-    load_corpus(own)
-    with pytest.raises(CramError, match="rows.arrow has changed"):
-        load_corpus(own, verify=True)
+    (own / name).write_bytes(raw)
+    with pytest.raises(CramError, match=f"damaged .{name} has changed.*Delete"):
+        Corpus.load(own)
+
+
+def test_rows_are_read_once_for_each_state_of_their_file(own, monkeypatch):
+    Corpus.load(own)
+    read, real = [], store.fingerprint
+    monkeypatch.setattr(store, "fingerprint", lambda p: (read.append(p.name), real(p))[1])
+    Corpus.load(own)
+    assert "rows.arrow" not in read and "heldout.arrow" in read
+    os.utime(own / "rows.arrow")
+    Corpus.load(own)
+    assert "rows.arrow" in read
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EACCES, "Permission denied"), MemoryError()]
+)
+def test_what_cannot_be_read_is_not_called_damaged(error, own, monkeypatch):
+    def refuse(path):
+        raise error
+
+    monkeypatch.setattr(store, "Rows", refuse)
+    with pytest.raises(CramError, match="cannot be read: (Permission denied|.*memory)") as e:
+        Corpus.load(own)
+    assert "Delete" not in str(e.value) and "damaged" not in str(e.value)
 
 
 def test_an_error_without_a_word_is_still_one_line(own, monkeypatch):
@@ -202,7 +235,41 @@ def test_an_error_without_a_word_is_still_one_line(own, monkeypatch):
 
     monkeypatch.setattr(store, "Rows", silent)
     with pytest.raises(CramError, match="is damaged .OSError.. Delete"):
-        load_corpus(own)
+        Corpus.load(own)
+
+
+# --- the front door
+
+
+def test_texts_become_a_corpus_once(tmp_path, texts):
+    docs = list(read_file(texts))[:300]
+    options = dict(vocab_size=600, seq_length=32, heldout=0.1)
+    corpus = Corpus.from_texts((t for t in docs), tmp_path / "c", **options)
+    again = Corpus.from_texts(docs, tmp_path / "c", **options)
+    assert again.folder == corpus.folder and len(corpus.heldout) and corpus.vocab_size <= 600
+    other = Corpus.from_texts(docs[1:], tmp_path / "c", **options)
+    assert other.folder != corpus.folder and not list((tmp_path / "c").glob("texts*"))
+    assert f"{len(corpus.rows):,} of 32 tokens" in corpus._repr_html_()
+    files = Corpus.from_files([texts, texts.parent], tmp_path / "d", vocab_size=600)
+    assert len(files.rows) and "Corpus(" in repr(files)
+
+
+MISTAKES = [
+    (["text", 7], {}, r"texts\[1\] is int"),
+    (["text", None], {}, r"texts\[1\] is NoneType"),
+    (["half \ud800"], {}, r"texts\[0\] holds half a character"),
+    ([], {}, "no text"),
+    (["", " \n"], {}, "no text"),
+    ("one text", {}, "one text"),
+    (["text"], dict(seq_lenght=64), "Did you mean 'seq_length'"),
+]
+
+
+@pytest.mark.parametrize("given, options, message", MISTAKES)
+def test_what_is_no_text_is_one_line_and_leaves_nothing(given, options, message, tmp_path):
+    with pytest.raises(CramError, match=message):
+        Corpus.from_texts(given, tmp_path / "c", **options)
+    assert not (tmp_path / "c").exists()
 
 
 # --- locks and folders
@@ -226,21 +293,21 @@ def test_who_comes_second_is_told_to_wait(texts, tmp_path):
         stages.append(stage)
         (tmp_path / "seen").write_text("x")
 
-    prepare_corpus(small(texts), tmp_path, note)
+    Corpus.build(small(texts), tmp_path, note)
     p.join()
     assert stages[0] == "waiting for another process"
 
 
 def test_a_folder_that_cannot_be_written(texts, tmp_path, monkeypatch):
-    prepare_corpus(small(texts), tmp_path)
+    Corpus.build(small(texts), tmp_path)
 
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(store.FileLock, "acquire", refuse)
-    assert prepare_corpus(small(texts), tmp_path)[1], "what is finished can be used"
+    assert Corpus.build(small(texts), tmp_path), "what is finished can be used"
     with pytest.raises(CramError, match="impl.path=.*Permission denied.*can be written"):
-        prepare_corpus(small(texts, seq_length=32), tmp_path)
+        Corpus.build(small(texts, seq_length=32), tmp_path)
 
 
 # --- ready-made rows
@@ -282,13 +349,13 @@ def all_rows(c):
 
 def test_ready_made_rows_come_with_their_tokenizer(published, tmp_path):
     folder, rows = published
-    c, _ = prepare_corpus(ready(folder), tmp_path / "corpora")
+    c = Corpus.build(ready(folder), tmp_path / "corpora")
     assert c.tokenizer.mask_token == "<mask>" and c.tokenizer.mask_token_id == 2
     assert 20 < len(c.heldout) < 90 and c.rows[:].dtype == np.uint16 and len(c.fingerprint) == 16
     assert all_rows(c) == sorted(map(bytes, rows.astype(np.uint16)))
     assert np.array_equal(c.batch(0, 50, 0), c.rows[:50]), "in the order of the authors"
     assert c.token_counts.sum() == c.rows[:].size
-    few, _ = prepare_corpus(ready(folder, max_rows=100), tmp_path / "corpora")
+    few = Corpus.build(ready(folder, max_rows=100), tmp_path / "corpora")
     assert len(few.rows) + len(few.heldout) == 100
     assert "as their authors published them" in (c.folder / "README.md").read_text()
 
@@ -305,24 +372,24 @@ def test_the_tokenizer_is_looked_for_where_the_hub_has_it(published, tmp_path, m
             raise EntryNotFoundError("404")
         return published[0] / "tokenizer" / name.removeprefix("tokenizer/")
 
-    monkeypatch.setattr(ready_rows, "hf_hub_download", download)
-    assert ready_rows.fetch_tokenizer("a/b", tmp_path / "one").mask_token_id == 2
+    monkeypatch.setattr(sources, "hf_hub_download", download)
+    assert sources.fetch_tokenizer("a/b", tmp_path / "one").mask_token_id == 2
     assert all(name.startswith("tokenizer/") for name in asked) and len(asked) == 3
     nested = False
-    assert ready_rows.fetch_tokenizer("a/b", tmp_path / "two").pad_token_id == 0
+    assert sources.fetch_tokenizer("a/b", tmp_path / "two").pad_token_id == 0
 
     def offline(*_, **__):
         raise LocalEntryNotFoundError("cannot find it, and outgoing traffic is off")
 
-    monkeypatch.setattr(ready_rows, "hf_hub_download", offline)
+    monkeypatch.setattr(sources, "hf_hub_download", offline)
     with pytest.raises(CramError, match="a/b.*cannot be fetched.*outgoing traffic"):
-        ready_rows.fetch_tokenizer("a/b", tmp_path / "three")
+        sources.fetch_tokenizer("a/b", tmp_path / "three")
 
 
 def test_a_stopped_download_goes_on_where_it_was(published, tmp_path, monkeypatch):
     "The files before its place are not read again: here they are gone."
     folder, rows = published
-    monkeypatch.setattr(ready_rows, "PART_ROWS", 300)
+    monkeypatch.setattr(store, "PART_ROWS", 300)
     (tmp_path / "parts").mkdir()
 
     def stop(stage, done, total):
@@ -330,14 +397,14 @@ def test_a_stopped_download_goes_on_where_it_was(published, tmp_path, monkeypatc
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare_corpus(ready(folder), tmp_path, stop)
+        Corpus.build(ready(folder), tmp_path, stop)
     opened = []
     real = pq.ParquetFile
     monkeypatch.setattr(
         pq, "ParquetFile", lambda f, *a, **k: (opened.append(f), real(f, *a, **k))[1]
     )
     seen = []
-    c, _ = prepare_corpus(ready(folder), tmp_path, lambda stage, done, total: seen.append(done))
+    c = Corpus.build(ready(folder), tmp_path, lambda stage, done, total: seen.append(done))
     assert seen == [900, 1000] and all_rows(c) == sorted(map(bytes, rows.astype(np.uint16)))
     assert len(opened) <= 2, "only the third and the fourth of four files"
 
@@ -345,24 +412,24 @@ def test_a_stopped_download_goes_on_where_it_was(published, tmp_path, monkeypatc
 def test_what_was_fetched_survives_the_network(published, tmp_path, monkeypatch):
     "A stream that breaks off, then a call without a network, then one that ends it."
     folder, rows = published
-    monkeypatch.setattr(ready_rows, "PART_ROWS", 300)
-    real = ready_rows.open_hub
+    monkeypatch.setattr(store, "PART_ROWS", 300)
+    real = sources.open_hub
 
     def breaks(stage, done, total):
         def offline(*_, **__):
             raise OSError("no route to host")
 
         if done == 300:
-            monkeypatch.setattr(ready_rows, "open_hub", offline)
+            monkeypatch.setattr(sources, "open_hub", offline)
             raise ConnectionError("connection reset")
 
     with pytest.raises(ConnectionError, match="connection reset"):
-        prepare_corpus(ready(folder), tmp_path, breaks)
+        Corpus.build(ready(folder), tmp_path, breaks)
     with pytest.raises(ConnectionError, match="no route to host.*The same command goes on"):
-        prepare_corpus(ready(folder), tmp_path)
-    monkeypatch.setattr(ready_rows, "open_hub", real)
+        Corpus.build(ready(folder), tmp_path)
+    monkeypatch.setattr(sources, "open_hub", real)
     seen = []
-    c, _ = prepare_corpus(ready(folder), tmp_path, lambda stage, done, total: seen.append(done))
+    c = Corpus.build(ready(folder), tmp_path, lambda stage, done, total: seen.append(done))
     assert seen == [600, 900, 1000] and all_rows(c) == sorted(map(bytes, rows.astype(np.uint16)))
 
 
@@ -376,7 +443,7 @@ MISFITS = [
 @pytest.mark.parametrize("changes, message", MISFITS)
 def test_ready_made_rows_that_do_not_fit(published, changes, message, tmp_path):
     with pytest.raises(CramError, match=message):
-        prepare_corpus(ready(published[0], **changes), tmp_path / "corpora")
+        Corpus.build(ready(published[0], **changes), tmp_path / "corpora")
     assert not (tmp_path / "corpora").exists()
 
 
@@ -387,10 +454,10 @@ def test_ready_made_rows_that_do_not_fit(published, changes, message, tmp_path):
 def test_random_rows_need_no_text_and_fit_any_vocabulary(vocab_size, seq_length, tmp_path):
     data = preset("data", "sanity-check-1")
     data = replace(data, vocab_size=vocab_size, seq_length=seq_length, max_documents=100)
-    c, found = prepare_corpus(data, tmp_path)
-    assert not found and c.rows[:].shape == (100, seq_length) and len(c.heldout) >= 8
+    c = Corpus.build(data, tmp_path)
+    assert c.rows[:].shape == (100, seq_length) and len(c.heldout) >= 8
     assert len(c.tokenizer) == c.vocab_size >= min(vocab_size, 5)
-    assert c.rows[:].max() < c.vocab_size and prepare_corpus(data, tmp_path)[1]
+    assert c.rows[:].max() < c.vocab_size == Corpus.build(data, tmp_path).vocab_size
     assert "random tokens" in (c.folder / "README.md").read_text()
 
 
@@ -399,4 +466,4 @@ def test_rows_under_another_name_are_a_mistake_and_no_network_error(published, t
     for path in (folder / "data").glob("*.parquet"):
         pq.write_table(pa.table({"tokens": [[7] * 16] * 5}), path)
     with pytest.raises(CramError, match="no column 'input_ids', only tokens"):
-        store.prepare_corpus(ready(folder), tmp_path / "c")
+        Corpus.build(ready(folder), tmp_path / "c")

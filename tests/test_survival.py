@@ -104,7 +104,9 @@ def test_rows_that_a_full_disk_refused_follow_when_there_is_room(tmp_path):
         log.file = disk if update in (1, 4, 6) else open("/dev/full", "wb", buffering=0)
         log.write(dict(update=update, loss=1.0))
     assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [*range(1, 7)]
-    assert len(told) == 2 and "No space left" in told[0] and [r["update"] for r in log.rows][-1] == 6
+    assert (
+        len(told) == 2 and "No space left" in told[0] and [r["update"] for r in log.rows][-1] == 6
+    )
 
 
 def test_a_run_outlives_a_limit_on_the_size_of_files(home, tmp_path):

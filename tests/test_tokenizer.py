@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-from cramnb.corpus import SPECIMEN
-from cramnb.sources import read_file
+from cramnb.text.sources import SPECIMEN
+from cramnb.text.sources import read_file
 from cramnb.core import CramError
 from cramnb.options import Data
 from cramnb.recipe import compose

@@ -353,7 +353,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..core import CramError, nearest, read_json
-from ..corpus import SPECIMEN
+from ..text.sources import SPECIMEN
 from ..text.masking import mask_tokens, microbatch_generator
 from ..model.mlm import build_model
 from ..text.packing import pack

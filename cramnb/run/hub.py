@@ -34,10 +34,10 @@ from ..core import CramError, fingerprint, load_pretrained, nearest, printable, 
 from ..core import read_json, remove, whole, write_json
 from ..model.mlm import CrammedBertForMaskedLM
 from ..model.original import from_original, plain, refuse
-from ..text.packing import PackedCorpus
 from .runs import ScoreFile, Summary, read_recipe
 from typing_extensions import TypedDict
 from ..recipe import to_dict
+from ..text.store import Corpus
 
 # %% ../../nbs/library/run/hub.ipynb #d0h00001
 def first_line(
@@ -449,7 +449,7 @@ PART = 1_000_000  # rows of a file
 
 
 def publish_corpus(
-    corpus: PackedCorpus,  # finished
+    corpus: Corpus,  # finished
     target: Path,  # a new folder
     push: str = '',  # NAME/REPO on the hub; empty: write the folder only
 ) -> Path:  # the folder, which `data=tokens data.hub_path=FOLDER` reads

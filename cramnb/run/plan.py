@@ -33,12 +33,12 @@ from ..model.mlm import build_model, flops_per_token
 from ..options import Arch, Train
 from ..recipe import Recipe, preset, tiny
 from ..train.schedule import batch_size_at
-from ..store import store_folder
+from ..text.store import store_folder
 from ..train.device import Machine, machine_here, pick_precision
 from ..train.loop import mlm_loss
 from ..train.tuning import Way, fastest_way, time_ways, wants_measuring
 from .watch import show_seconds
-from ..store import CorpusCard
+from ..text.store import CorpusCard
 
 # %% ../../nbs/library/run/plan.ipynb #3ec4c562
 def parameters_by_part(
@@ -552,9 +552,18 @@ def known_law() -> tuple[Law, float, np.ndarray]:  # law, largest error, (N, D) 
 # %% ../../nbs/library/run/plan.ipynb #0583a388
 _SIZES = [f'arch.{name}' for name in 'hidden_size num_hidden_layers num_attention_heads'.split()]
 _FREE = {  # options in which a run may differ from those behind the law
-    *_SIZES, 'arch.intermediate_size', 'train.progress', 'train.max_tokens', 'train.max_updates',
-    'train.eval_every', 'train.count_eval', 'train.count_compile', 'train.max_skipped',
-    'train.early_termination', 'train.early_hours', 'train.early_loss',
+    *_SIZES,
+    'arch.intermediate_size',
+    'train.progress',
+    'train.max_tokens',
+    'train.max_updates',
+    'train.eval_every',
+    'train.count_eval',
+    'train.count_compile',
+    'train.max_skipped',
+    'train.early_termination',
+    'train.early_hours',
+    'train.early_loss',
 }
 
 # %% ../../nbs/library/run/plan.ipynb #d56f106c

@@ -25,7 +25,7 @@ from ..core import CramError, nearest, printable, read_json, whole, write_text
 from ..options import flat
 from ..recipe import Recipe, show_budget
 from .runs import list_runs, read_log, run_folder, smooth
-from ..store import data_card
+from ..text.store import data_card
 from .runs import Summary
 
 # %% ../../nbs/library/run/report.ipynb #c949ba42

@@ -32,7 +32,7 @@ from filelock import FileLock
 from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from .._adapters import Corpus
+from ..text.store import Corpus
 from ..model.mlm import build_model
 from ..model.attention import check_attention
 from ..train.tuning import Way, as_before, settle, trainer_options, uneven_batch, way_of
@@ -54,7 +54,7 @@ from .runs import read_log, read_recipe, run_folder, run_id
 from ..train.schedule import lr_factor
 from ..judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
 from ..judge.score import within_rules
-from ..store import store_folder
+from ..text.store import store_folder
 from .watch import Trackers, check_trackers
 from ..train.distributed import Interruptible, World, first_then_rest, join_world
 from ..train.distributed import agreed_checkpoint, parallelise, share, wait_for_file

@@ -40,8 +40,7 @@ from .loop import Loop, gradients, mlm_loss
 _SOURCES = {  # where it stands: card, dense 16-bit TFLOP/s (sums in 32 bits), GB (the smallest)
     'HGX data sheet': 'B200 2250 180',
     'Hopper white paper': 'H200 989.4 141, GH200 989.4 96, H100 989.4 80',
-    'data sheet':
-    'H100 PCIE 756.5 80, H200 NVL 835.5 141, H100 NVL 835.5 94, A100 312 80, A40 149.7 48, '
+    'data sheet': 'H100 PCIE 756.5 80, H200 NVL 835.5 141, H100 NVL 835.5 94, A100 312 80, A40 149.7 48, '
     'A30 165 24, A10 125 24, L4 121 24, L40 181 48, L40S 362 48, T4 65 16, V100 125 16, '
     'V100 PCIE 112 16, RTX A5000 111.1 24',
     'GA102 white paper': 'RTX A6000 154.8 48',
@@ -52,8 +51,7 @@ _SOURCES = {  # where it stands: card, dense 16-bit TFLOP/s (sums in 32 bits), G
     'RTX Blackwell white paper': 'RTX 3090 71.2 24, RTX 5090 209.5 32',
     'Ada white paper': 'RTX 4090 165.2 24',
     'announcement, 32-bit products': 'APPLE M1 2.6 8, APPLE M1 MAX 10.4 32, APPLE M2 3.6 8',
-    'calculated':
-    'RTX 3060 TI 32.4 8, RTX 3070 40.6 8, RTX 3080 59.5 10, RTX 4080 97.5 16, '
+    'calculated': 'RTX 3060 TI 32.4 8, RTX 3070 40.6 8, RTX 3080 59.5 10, RTX 4080 97.5 16, '
     'RTX 5080 112.6 16',
 }
 CARDS = {  # card: (TFLOP/s, GB, where it stands)

@@ -334,7 +334,9 @@ class Interruptible:
         if not self.asked:
             self.asked, self.since = True, time.monotonic()
             if not self.torchrun:
-                message = b'\nStopping after this pass, then saving. A second signal ends at once.\n'
+                message = (
+                    b'\nStopping after this pass, then saving. A second signal ends at once.\n'
+                )
                 with suppress(OSError):  # nobody listens
                     os.write(2, message)  # print is not safe in a handler
 

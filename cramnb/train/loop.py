@@ -35,7 +35,8 @@ from ..core import CramError, Stopped
 from ..text.masking import MaskedBatch, mask_rate_at, mask_tokens, microbatch_generator
 from .optim import build_optimizer, set_lr
 from ..options import Train
-from ..text.packing import PackedCorpus, document_ids
+from ..text.packing import document_ids
+from ..text.store import Corpus
 from .schedule import batch_size_at, lr_factor, microbatches
 from ..text.tokenizer import word_starts
 
@@ -283,7 +284,7 @@ def unigram_entropy(
 
 # %% ../../nbs/library/train/loop.ipynb #ff6f70f7
 def masked_rows(
-    corpus: PackedCorpus,  # where the rows come from
+    corpus: Corpus,  # where the rows come from
     train: Train,  # reads what concerns masks
     seed: int,  # of the run
     device: torch.device,  # where the batch goes
@@ -313,7 +314,7 @@ def _ids(corpus) -> dict:
 
 # %% ../../nbs/library/train/loop.ipynb #d03335e7
 def heldout_batches(
-    corpus: PackedCorpus,  # where the rows come from
+    corpus: Corpus,  # where the rows come from
     train: Train,  # reads eval_rows
     mlm_probability: float = 0.15,  # the same for all recipes, so that losses compare
 ) -> list[MaskedBatch]:
