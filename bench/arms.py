@@ -60,7 +60,7 @@ def learn(job: dict, folder: Path) -> dict:
     words = FASTEST + [f"seed={job['seed']}", f"budget={job['minutes']}m"] + job["words"]
     recipe = compose(words)
     corpus, characters = judged_by(job, recipe, corpus_of(recipe))
-    trainer = make_loop(recipe, new_model(recipe, corpus), corpus)[0]
+    trainer = make_loop(recipe, new_model(recipe, corpus), corpus)
     trainer.clock = time.process_time
     held = heldout_batches(corpus, recipe.train)
     few, marks, curve = held[:4], list(MARKS) if job.get("curve", True) else [], []

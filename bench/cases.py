@@ -27,6 +27,7 @@ from cramnb.text.masking import mask_tokens
 from cramnb.model.mlm import build_model
 from cramnb.options import Arch, Data
 from cramnb.text.packing import Rows, write_rows
+from cramnb.text.store import Corpus
 from cramnb.recipe import Recipe, compose
 from .rivals import beside_transformers, run_arm, same_contents, stored_table
 from .rivals import with_collator, with_data_loader, with_trainer

@@ -71,7 +71,7 @@ def own_words(seconds: float) -> list[str]:
 
 def with_ours(words, corpus, seed, folder) -> dict:
     recipe = replace(compose(words), seed=seed, data=corpus.data_options)
-    trainer = make_loop(recipe, new_model(recipe, corpus), corpus)[0]
+    trainer = make_loop(recipe, new_model(recipe, corpus), corpus)
     trainer.clock = clock
     for _ in trainer.updates():
         pass

@@ -40,7 +40,7 @@ def turn(way: str, words: list[str]) -> float:
     torch.set_num_threads(1)
     recipe = compose(["arch=tiny", "train=tiny", "impl.microbatch_size=32", *WAYS[way], *words])
     corpus = Corpus.build(recipe.data, recipe.impl.path)
-    trainer = make_loop(recipe, new_model(recipe, corpus), corpus)[0]
+    trainer = make_loop(recipe, new_model(recipe, corpus), corpus)
     updates = trainer.updates()
     for _ in range(5):
         next(updates)

@@ -24,10 +24,11 @@ from cramnb.train.device import pick_device
 from cramnb.text.masking import MaskedBatch
 from cramnb.model.mlm import flops_per_token
 from cramnb.text.packing import Rows, write_rows
+from cramnb.text.store import Corpus
 from cramnb.recipe import Recipe
-from cramnb.run.run import make_trainer
+from cramnb.run.run import make_loop, new_model
 from cramnb.text.tokenizer import SPECIAL_TOKENS, wrap
-from cramnb.train.loop import Trainer, accumulate
+from cramnb.train.loop import Loop, accumulate
 
 
 def wait(
@@ -94,7 +95,7 @@ def _peak(device):
 
 
 def time_updates(
-    trainer: Trainer,  # ready to go, with a budget in updates
+    trainer: Loop,  # ready to go, with a budget in updates
     warm: int = 2,  # updates that do not count
 ) -> dict:  # tokens_per_second, loader_share, memory in bytes (None on a CPU)
     "Run the trainer to the end of its budget, and time all updates but the first ones."
@@ -114,7 +115,7 @@ def time_updates(
 
 
 def memory_by_rows(
-    trainer: Trainer,  # whose model and batches serve
+    trainer: Loop,  # whose model and batches serve
     largest: int = 1024,  # rows of the largest pass that is tried
 ) -> list[list]:  # [rows, bytes at the peak or None, tokens a second] of each pass that fits
     "Forward and backward with 16, 32, 64, … rows, until one does not fit."
@@ -137,7 +138,7 @@ def memory_by_rows(
     return found
 
 
-def _one_pass(trainer: Trainer, batch: MaskedBatch):
+def _one_pass(trainer: Loop, batch: MaskedBatch):
     "Forward and backward without the compiler, which would have to learn each shape."
     accumulate(trainer.model, [batch], len(batch.input_ids), precision=trainer.precision)
     wait(trainer.device)
@@ -177,7 +178,7 @@ def whole_loop(
             continue
         impl = replace(recipe.impl, compile_torch=str(compiled).lower())
         chosen = replace(recipe, impl=impl, train=replace(train, **fixed))
-        trainer = make_trainer(chosen, corpus, say=say)
+        trainer = make_loop(chosen, new_model(chosen, corpus), corpus, say=say)
         if not compiled:
             out['memory_by_rows'] = memory_by_rows(trainer, min(1024, train.batch_size))
         out[name] = time_updates(trainer)

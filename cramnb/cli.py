@@ -471,7 +471,7 @@ def main(
         with terminated():
             _work(words, call)
         return 0
-    except (KeyboardInterrupt, Stopped, LostRank, CramError, OSError, MemoryError) as e:
+    except (KeyboardInterrupt, Stopped, LostRank, CramError, OSError) as e:
         return _ended(e, words, call)
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):

@@ -254,7 +254,7 @@ def validation_line(
 def record(
     cls: type,  # a TypedDict: what a file of ours holds
 ) -> type:  # the same, read strictly
-    "Let `read_json` refuse keys that are not declared, other types, and numbers that are not finite."
+    "Let `read_json` refuse undeclared keys, other types, and numbers that are not finite."
     cls.__pydantic_config__ = dict(strict=True, extra='forbid', allow_inf_nan=False)
     return cls
 
@@ -288,7 +288,7 @@ def read_json(
     kind: type = dict,  # what it must hold: dict, list[int], a `record`
     remedy: str = '',  # what the user can do where it is damaged, the end of the message
 ):  # a value of that kind
-    "The one reader of JSON. Raises FileNotFoundError, Damaged, or CramError where it cannot be read."
+    "The one reader of JSON. Raises FileNotFoundError, Damaged, or CramError."
     path = Path(path)
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for, for ever

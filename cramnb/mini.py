@@ -12,12 +12,27 @@ Docs: https://cramnb.github.io/cramnb/start.html.md"""
 __all__ = ['SPELLING', 'clean', 'docs_in', 'read_documents', 'is_kept_apart', 'SPECIAL', 'learn_tokenizer', 'encode_all', 'pack_rows', 'rows_at', 'mask_rows', 'generator_at', 'batch_at', 'turned', 'attend', 'SelfAttention', 'Block', 'Encoder', 'MaskedLM', 'loss_of', 'adamw_step', 'orthogonal', 'muon_step', 'step', 'height', 'train', 'fixed_batches', 'mean_loss', 'unigram_loss', 'save', 'load', 'prepare', 'main']
 
 # %% ../nbs/00_start.ipynb #191104d9
+# ruff: noqa: F401 - the cells that the chapters append use these imports
+import ast
+import json
 import math
+import os
 import re
+import sys
+import sysconfig
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor, nn
 
 # %% ../nbs/01_corpus.ipynb #d798fb30
 def clean(

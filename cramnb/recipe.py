@@ -281,7 +281,8 @@ def _names(recipe):
     for name in recipe.eval.tasks.replace(' ', '').split(','):
         if name and name not in TASK_NAMES:
             hint = nearest(name, TASK_NAMES)
-            yield f"eval.tasks={name[:60]} is not a task: choose from {', '.join(TASK_NAMES)}.{hint}"
+            known = ', '.join(TASK_NAMES)
+            yield f"eval.tasks={name[:60]} is not a task: choose from {known}.{hint}"
 
 # %% ../nbs/library/recipe.ipynb #37447320
 def _text(recipe):
@@ -307,10 +308,11 @@ def _training(recipe):
     train, size = recipe.train, recipe.impl.microbatch_size
     parse_memory(recipe.impl.memory)
     if size != 'auto' and not re.fullmatch('[1-9][0-9]{0,8}', size):
-        yield f"impl.microbatch_size={size[:60]} is not possible: give a number of sequences, or auto."
+        yield f"impl.microbatch_size={size[:60]} is not possible: give a number, or auto."
     elif size != 'auto' and int(size) > train.batch_size:
         part = "the microbatch is a part of the batch"
-        yield f"impl.microbatch_size={size} is larger than train.batch_size={train.batch_size}: {part}."
+        batch = f"train.batch_size={train.batch_size}"
+        yield f"impl.microbatch_size={size} is larger than {batch}: {part}."
     if train.warmup + train.cooldown > 1:
         both = f"train.warmup={train.warmup} and train.cooldown={train.cooldown}"
         yield f"{both} are more than the whole budget: together they may be 1 at most."

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from cramnb.text.clean import docstrings
 from cramnb.judge.tasks import TASKS
 from cramnb.model.mlm import build_model
 from cramnb.text.sources import docstrings

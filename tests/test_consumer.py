@@ -12,7 +12,6 @@ from cramnb.consumer import Chunks, StopAfter, cut_chunks, home_arguments, home_
 from cramnb.consumer import learn_wordpiece
 from cramnb.cli import main
 from cramnb.core import quiet
-from cramnb.text.clean import docstrings
 from cramnb.judge.tasks import PUBLISHED_TASKS
 from cramnb.text.sources import docstrings
 from cramnb.recipe import preset

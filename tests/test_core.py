@@ -305,8 +305,9 @@ print([getattr(cramnb, name).__name__ for name in cramnb._DOOR])"""
 
 def test_our_class_alone_teaches_the_auto_classes():
     code = (
-        "from cramnb.model.mlm import CrammedBertConfig; from transformers import AutoModelForMaskedLM; "
-        "c = CrammedBertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, "
+        "from cramnb.model.mlm import CrammedBertConfig as C; "
+        "from transformers import AutoModelForMaskedLM; "
+        "c = C(hidden_size=8, num_attention_heads=2, intermediate_size=8, "
         "num_hidden_layers=1, vocab_size=6); "
         "print(type(AutoModelForMaskedLM.from_config(c)).__name__)"
     )

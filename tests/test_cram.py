@@ -337,7 +337,7 @@ def measured(monkeypatch):
 
     def rate_here(*words):
         asked.append(words)
-        return 10_000.0, torch.float32, "measured with float32"
+        return 10_000.0, Way()
 
     monkeypatch.setattr(plan, "rate_here", rate_here)
     return asked
@@ -404,7 +404,8 @@ def test_a_corpus_is_published_beside_itself_and_never_over_something(tmp_path, 
 
     from cramnb.run import hub as publish
     from cramnb.cli import publish_verb
-    from cramnb.core import CramError
+    from cramnb.train.tuning import Way
+from cramnb.core import CramError
     from cramnb.run import run
 
     rows = S(parts=[S(shape=(7, 64))])

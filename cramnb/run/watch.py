@@ -29,7 +29,6 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from ..train.device import card_peak
 from ..core import say, whole
 from ..options import Train
 from .runs import read_log

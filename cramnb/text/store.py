@@ -806,7 +806,7 @@ def _options(**given):
 
 
 def _write_texts(texts, path):
-    "A file of the texts, a line each. Raises CramError for what is no text, or where there is none."
+    "A file of the texts, a line each. Raises CramError for what is no text, or none."
     if isinstance(texts, (str, bytes)):
         raise CramError("texts is one text: give a list of texts.")
     some = False
@@ -853,7 +853,7 @@ class Corpus:
         cls,
         folder: str | Path,  # of one corpus
     ) -> 'Corpus':
-        "Open a finished corpus. Raises FileNotFoundError where there is none, CramError for damage."
+        "Open a finished corpus. Raises FileNotFoundError, or CramError for damage."
         folder = Path(os.path.expanduser(folder))
         again = f"Delete {folder}, and it will be built again."
         if not (folder / 'card.json').exists():

@@ -40,7 +40,8 @@ from .loop import Loop, gradients, mlm_loss
 _SOURCES = {  # where it stands: card, dense 16-bit TFLOP/s (sums in 32 bits), GB (the smallest)
     'HGX data sheet': 'B200 2250 180',
     'Hopper white paper': 'H200 989.4 141, GH200 989.4 96, H100 989.4 80',
-    'data sheet': 'H100 PCIE 756.5 80, H200 NVL 835.5 141, H100 NVL 835.5 94, A100 312 80, A40 149.7 48, '
+    'data sheet': 'H100 PCIE 756.5 80, H200 NVL 835.5 141, H100 NVL 835.5 94, '
+    'A100 312 80, A40 149.7 48, '
     'A30 165 24, A10 125 24, L4 121 24, L40 181 48, L40S 362 48, T4 65 16, V100 125 16, '
     'V100 PCIE 112 16, RTX A5000 111.1 24',
     'GA102 white paper': 'RTX A6000 154.8 48',
