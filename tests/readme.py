@@ -19,7 +19,7 @@ def readme() -> dict[str, bytes]:
         }
     )
     body, resources = MarkdownExporter(config=config).from_filename(str(ROOT / "nbs/index.ipynb"))
-    body = re.sub(r"\]\(((?:engine/|projects/)?\w+\.ipynb)(#[\w-]+)?\)", r"](nbs/\1\2)", body)
+    body = re.sub(r"\]\(((?:engine/|projects/|library/\w+/)?\w+\.ipynb)(#[\w-]+)?\)", r"](nbs/\1\2)", body)
     what = "The pipeline from raw text to score, with the chapters of each stage"
     body = body.replace("![svg](", f"![{what}](")
     body = re.sub(r"[ ]+\n", "\n", body)
