@@ -14,6 +14,7 @@ from conftest import ROOT, beside, cramnb
 from execnb.shell import CaptureShell
 from test_repository import cells, source
 
+from cramnb.train.tuning import Way
 from cramnb.run.watch import CLOCKED
 
 SMALL = [
@@ -404,8 +405,7 @@ def test_a_corpus_is_published_beside_itself_and_never_over_something(tmp_path, 
 
     from cramnb.run import hub as publish
     from cramnb.cli import publish_verb
-    from cramnb.train.tuning import Way
-from cramnb.core import CramError
+    from cramnb.core import CramError
     from cramnb.run import run
 
     rows = S(parts=[S(shape=(7, 64))])

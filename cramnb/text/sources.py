@@ -186,7 +186,7 @@ def _strays(text, raw):
 # %% ../../nbs/library/text/sources.ipynb #ff1cbbbb
 LINE = 2**28  # bytes of a line; a longer one comes in pieces, so that memory is bounded
 
-
+# %% ../../nbs/library/text/sources.ipynb #62bcd407
 def _lines(path, report, most=LINE):
     "Lines without byte-order mark, carriage return and NUL; what is mended is counted."
     with _open_text(path) as stream:
@@ -265,7 +265,7 @@ def _listed(names):
 READERS = dict(txt=_read_text, md=_read_text, jsonl=_read_json, json=_read_json, csv=_read_csv)
 READERS |= dict(tsv=partial(_read_csv, delimiter='\t'), parquet=_read_parquet)
 
-
+# %% ../../nbs/library/text/sources.ipynb #baf8bad3
 def kind_of(path):
     "'jsonl' for 'a.train.jsonl.gz'; None for what we cannot read."
     names = [s.lstrip('.').lower() for s in path.suffixes]
@@ -377,7 +377,7 @@ def _hits(part):
 # %% ../../nbs/library/text/sources.ipynb #f6c1f55a
 _SPLIT = re.compile(r'(.*\.)?(train|val|valid|validation|dev|test)(-\d+-of-\d+)?((?:\.\w+)+)')
 
-
+# %% ../../nbs/library/text/sources.ipynb #1c787200
 def choose_files(paths: list[Path]) -> tuple[list[Path], list[Path]]:  # to train on, held out
     "Keep the parts of a split apart: A.train.X beside A.val.X, and nothing less than that."
     named = {p: _SPLIT.fullmatch(p.name) for p in paths}
@@ -468,7 +468,7 @@ def first_line(
 # %% ../../nbs/library/text/sources.ipynb #46515392
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json')
 
-
+# %% ../../nbs/library/text/sources.ipynb #cb1d9b1c
 def _hub_file(hub_path, name):
     "Find a file of the tokenizer, download it where necessary."
     local = Path(hub_path).expanduser()
@@ -502,7 +502,7 @@ def fetch_tokenizer(
     check_marks(tokenizer, f"The tokenizer of {hub_path}")
     return tokenizer
 
-
+# %% ../../nbs/library/text/sources.ipynb #df981c16
 def check_marks(
     tokenizer: PreTrainedTokenizerFast,  # of any origin
     whose: str,  # for the message
@@ -534,7 +534,7 @@ def stream_rows(
             "The same command goes on where it stopped."
         ) from e
 
-
+# %% ../../nbs/library/text/sources.ipynb #d26a572b
 def _check_rows(table, data):
     "The rows of a table. Raises CramError where they are not what the options say."
     T, V, names = data.seq_length, data.vocab_size, ', '.join(table.column_names)

@@ -72,7 +72,7 @@ from typing_extensions import TypedDict
 # %% ../../nbs/library/text/store.ipynb #f9c6f09a
 SHARD = 16_000_000  # characters of a shard: this bounds the memory of every stage
 
-
+# %% ../../nbs/library/text/store.ipynb #88f05a93
 class Shards:
     "Numbered tables on the disk; each file is there whole or not at all."
 
@@ -129,7 +129,7 @@ def each_shard(
 def _make_shard(job, data, folder, old, new, n):
     new.write(n, **job(data, folder, n, old[n]))
 
-
+# %% ../../nbs/library/text/store.ipynb #91dae94e
 def _stage(job, data, folder, old, new, doing, progress):
     "Turn shards into shards, count the new ones, delete the old ones; all of it once."
     report = folder / f'{new}.json'
@@ -152,7 +152,7 @@ def _measure(shards):
         counts.update(documents=len(sizes), characters=int(sizes.sum()))
     return dict(counts)
 
-
+# %% ../../nbs/library/text/store.ipynb #980819e7
 def _text(texts):
     "Columns of a shard of text."
     column = pa.array([t for t in texts if t.strip()], pa.string())
@@ -295,7 +295,7 @@ def _split_words(data, folder, n, table):
 LEARN_FROM = 10_000_000  # words that a vocabulary is learnt from; the counts of more are scaled
 LEARN_SHARDS = 16  # shards, evenly drawn, that are counted at most
 
-
+# %% ../../nbs/library/text/store.ipynb #8f1cde4e
 def word_counts(
     shards: Shards,  # with columns word and count
 ) -> dict[str, int]:  # word -> how often it occurs
@@ -343,7 +343,7 @@ def _encode(data, folder, n, table):
         write_json(folder / 'dropped-quality filter.json', dropped[:3])
     return dict(characters=table['characters'].filter(keep), tokens=tokens.filter(keep))
 
-
+# %% ../../nbs/library/text/store.ipynb #c9591c82
 def _ended(tokens, mark):
     "Documents with a mark behind each."
     ends = tokens.offsets.to_numpy()
@@ -384,7 +384,7 @@ def in_order(
     for i in range(0, len(order), 65_536):
         yield rows[order[i : i + 65_536]]
 
-
+# %% ../../nbs/library/text/store.ipynb #06245544
 def _row_keys(data, rows, tokenizer):
     "By what the rows are sorted."
     ordering, counts = data.ordering.removeprefix('reverse-'), _count(rows, len(tokenizer))
@@ -394,7 +394,7 @@ def _row_keys(data, rows, tokenizer):
     keys = np.concatenate([order_keys(ordering, part, tokenizer, counts) for part in rows.parts])
     return np.round(-keys if ordering != data.ordering else keys, 6)
 
-
+# %% ../../nbs/library/text/store.ipynb #952fbffa
 def _count(rows, vocab_size):
     "How often each token occurs in rows."
     return sum(np.bincount(part.reshape(-1), minlength=vocab_size) for part in rows.parts)
@@ -412,7 +412,7 @@ def _heldout(data, folder, tokenizer):
             break
     return rows, [texts[i] for i in kept]
 
-
+# %% ../../nbs/library/text/store.ipynb #c5dc3807
 def _clean_heldout(data, folder):
     "The held-out text without what also stands in the training text."
     held = read_json(folder / 'held.json', list)
@@ -487,7 +487,7 @@ class _Part(TypedDict):
 # %% ../../nbs/library/text/store.ipynb #9e01f85a
 PART_ROWS = 262_144  # rows of a part: what a stopped download loses at most
 
-
+# %% ../../nbs/library/text/store.ipynb #60c512ec
 def _fetch_parts(data, parts, progress):
     "Write the stream in parts of about `PART_ROWS` rows, from where an earlier call stopped."
     done = len(list(parts.glob('*.json')))
@@ -534,7 +534,7 @@ def ready_stage(
     train, held = (_split_rows(parts, share, side) for side in (False, True))
     return _write_corpus(folder, size, train, held)
 
-
+# %% ../../nbs/library/text/store.ipynb #4141b1e5
 def _split_rows(parts, share, heldout):
     "Part by part, the rows that are held out, or the others."
     for path in sorted(parts.glob('*.arrow')):
@@ -571,7 +571,7 @@ def random_stage(
 # %% ../../nbs/library/text/store.ipynb #d8d90fa2
 FORMAT = 6  # raise when the same options would give other rows: a test keeps a checksum of some
 
-
+# %% ../../nbs/library/text/store.ipynb #775fee13
 def _shaping(data):
     "Leave out what this source and these steps do not read."
     text = data.source not in ('tokens', 'random')
@@ -594,7 +594,7 @@ def store_key(data: Data) -> str:  # 12 hex digits
     "Name a corpus before it is built: options that shape it, content of local files, format."
     return fingerprint(_shaping(data), source_version(data), FORMAT)[:12]
 
-
+# %% ../../nbs/library/text/store.ipynb #a0efcfb2
 def store_folder(
     data: Data,  # the recipe's data
     path: str | Path,  # folder of corpora
@@ -663,7 +663,7 @@ def data_card(card: dict) -> str:  # Markdown, with the metadata that the hub re
     lines += [gave.format(name, **n) for name, n in known['reading']['sources'].items()]
     return '\n'.join([*lines, ''])
 
-
+# %% ../../nbs/library/text/store.ipynb #b6504b95
 def _quoted(title, texts):
     "Excerpts as a Markdown quotation, without control characters and HTML."
     excerpts = (escape(printable(' '.join(text[:300].split())), quote=False) for text in texts)
@@ -690,7 +690,7 @@ FILES = ('rows.arrow', 'heldout.arrow', 'heldout.json', 'token_counts.npy')
 FILES += ('tokenizer/tokenizer.json', 'tokenizer/tokenizer_config.json')
 KEPT = (*FILES[:4], 'tokenizer', 'card.json', 'README.md', 'dataset_info.json', 'state.json')
 
-
+# %% ../../nbs/library/text/store.ipynb #9a9ab364
 def _finish(data, build, counts):
     "Write the card, last of all."
     tokenizer = load_pretrained(PreTrainedTokenizerFast, build / 'tokenizer')
@@ -714,7 +714,7 @@ def _finish(data, build, counts):
     write_text(build / 'README.md', data_card(card))
     write_json(build / 'card.json', card)
 
-
+# %% ../../nbs/library/text/store.ipynb #852bb2fc
 def _for_datasets(build, rows, key):
     "Two small files with which `datasets.load_from_disk` reads the folder, to push it to the hub."
     rows.dataset.info.write_to_directory(str(build))
@@ -804,9 +804,9 @@ def _options(**given):
             raise CramError(f"A corpus has no option {name!r}.{nearest(name, known)}")
     return Data(**given)
 
-
+# %% ../../nbs/library/text/store.ipynb #4b4d3940
 def _write_texts(texts, path):
-    "A file of the texts, a line each. Raises CramError for what is no text, or none."
+    "A file of the texts, a line each. Raises CramError for what is no text, or where there is none."
     if isinstance(texts, (str, bytes)):
         raise CramError("texts is one text: give a list of texts.")
     some = False
