@@ -52,7 +52,7 @@ def title(path: Path) -> str:
 
 
 def module_of(path: Path) -> str | None:
-    found = [re.search(r"#\|\s*default_exp (\w+)", source(c)) for c in cells(path, "code")]
+    found = [re.search(r"#\|\s*default_exp ([\w.]+)", source(c)) for c in cells(path, "code")]
     return next((m[1] for m in found if m), None)
 
 
@@ -200,9 +200,10 @@ def test_each_notebook_has_its_own_module_named_after_it():
     assert without == expected, "only the index, start, text, claims and projects"
     for path, module in named.items():
         if module:
-            assert re.sub(r"^\d\d_", "", path.stem) == module
+            assert re.sub(r"^\d\d_", "", path.stem) == module.split(".")[-1]
     assert len({m for m in named.values() if m}) == len(NOTEBOOKS) - len(without)
-    assert {m for m in named.values() if m} == set(modules())
+    wings = {f"{p.parent.name}.{p.stem}" for p in (ROOT / "cramnb").glob("*/[a-z]*.py")}
+    assert {m for m in named.values() if m} == {*modules(), *wings}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
