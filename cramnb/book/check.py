@@ -22,6 +22,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -29,7 +30,7 @@ from ..core import CramError, whole
 from ..core import say as say_line
 
 # %% ../../nbs/library/book/check.ipynb #5e8d09d7
-_MINI = Path(__file__).parents[1] / 'mini.py'  # read, not imported: a mistake is told at once
+_MINI = Path(find_spec('cramnb.mini').origin)  # read, not imported: a mistake is told at once
 
 
 def asked() -> dict[str, list[str]]:  # '03 packing' -> ['pack_rows', 'rows_at']
