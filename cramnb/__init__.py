@@ -1,5 +1,7 @@
 """Modules:
 
+- `cramnb.book.check`: `cramnb check my_bert.py` says, chapter by chapter, what works
+- `cramnb.book.checks`: One short check for each name of the book's program
 - `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share
 - `cramnb.cli`: Words become a verb and a recipe, and a mistake is told in one line, at once
 - `cramnb.consumer`: A hundred hours on 8 GB with Hugging Face's own parts, beside our engine, and what both are worth

@@ -10,8 +10,8 @@ Docs: https://cramnb.github.io/cramnb/library/cli.html.md"""
 
 # %% auto #0
 __all__ = ['VERBS', 'usage', 'option_table', 'verb_help', 'base_recipe', 'read_command', 'split_words', 'runs_verb', 'watch_verb',
-           'plot_verb', 'probe_verb', 'plan_verb', 'publish_verb', 'convert_verb', 'go_on', 'terminated', 'loading',
-           'main']
+           'plot_verb', 'probe_verb', 'plan_verb', 'publish_verb', 'convert_verb', 'check_verb', 'go_on', 'terminated',
+           'loading', 'main']
 
 # %% ../nbs/library/cli.ipynb #96487058
 import os
@@ -53,6 +53,7 @@ VERBS = dict(
     probe="Fill the blanks of a text: probe [name=RUN] text='the [MASK] of the array'.",
     publish='Write a run, or a corpus, as a folder for the hub: publish [name=RUN] [push=NAME].',
     convert="Turn a checkpoint of the original into a Hugging Face folder: convert SOURCE TARGET.",
+    check='Judge a program of your own, chapter by chapter: check my_bert.py.',
 )
 
 # %% ../nbs/library/cli.ipynb #90402e57
@@ -98,6 +99,7 @@ _OWN = dict(
         'push=NAME': 'of a repository on the hub, to upload it as well',
     },
     convert={'SOURCE': 'folder of the original, or a name on the hub', 'TARGET': 'new folder'},
+    check={'FILE': 'your program', 'new=FILE': 'write an empty one (also: --new FILE)'},
 )  # the words of the other verbs
 
 # %% ../nbs/library/cli.ipynb #16cbf8a7
@@ -334,6 +336,18 @@ def convert_verb(words: list[str], say: Callable = say):
     folder = convert(*words, say=say)
     say(f"Written: {folder}. Load it with `import cramnb` and transformers' Auto classes.")
 
+# %% ../nbs/library/cli.ipynb #63ef667b
+def check_verb(words: list[str], say: Callable = say) -> int:
+    "Judge a program of your own: check FILE, or check --new FILE for an empty one."
+    files = [w.removeprefix('new=') for w in words if w != '--new']
+    if len(files) != 1:
+        raise CramError("usage: cramnb check my_bert.py, or cramnb check --new my_bert.py.")
+    from cramnb.book.check import check, write_new
+
+    if words != files:
+        return write_new(files[0], say)
+    return 0 if check(files[0], say=say) else 1
+
 # %% ../nbs/library/cli.ipynb #4b69ff42
 def go_on(
     verb: str,  # that was running
@@ -368,6 +382,7 @@ _WITH_WORDS = dict(
     plan=plan_verb,
     publish=publish_verb,
     convert=convert_verb,
+    check=check_verb,
 )
 
 # %% ../nbs/library/cli.ipynb #95e3aea9
@@ -404,7 +419,7 @@ def _work(words, call):
     if {'-h', '--help'} & set(rest):
         say(verb_help(verb, 'all' in rest))
     elif verb in _WITH_WORDS:
-        _WITH_WORDS[verb](rest)
+        return _WITH_WORDS[verb](rest)
     else:
         _work_with_recipe(words, call)
 
@@ -459,7 +474,7 @@ def _reason(error):
 # %% ../nbs/library/cli.ipynb #a45487bc
 def main(
     argv: list[str] | None = None,  # words after `cramnb`; None reads the command line
-) -> int:  # exit code: 0 done or cleanly stopped, 1 another process was lost, 2 a mistake
+) -> int:  # exit code: 0 done or stopped, 1 a process was lost or a check differs, 2 a mistake
     "The command `cramnb`."
     words = sys.argv[1:] if argv is None else argv
     call = SimpleNamespace(recipe=None, progress=None, first=True)
@@ -469,8 +484,7 @@ def main(
         return say(f"cramnb {version('cramnb')}") or 0
     try:
         with terminated():
-            _work(words, call)
-        return 0
+            return _work(words, call) or 0
     except (KeyboardInterrupt, Stopped, LostRank, CramError, OSError) as e:
         return _ended(e, words, call)
     except (RuntimeError, MemoryError) as e:

@@ -1,8 +1,5 @@
 """Shared by all tests: the repository, and private data where a machine has it."""
 
-import importlib
-import importlib.util
-import inspect
 import multiprocessing
 import os
 import signal
@@ -20,48 +17,6 @@ ROOT = Path(__file__).parent.parent
 BESIDE = (
     ROOT.parent / "shared"
 )  # fixtures and data that are not part of the project may lie beside the checkout
-
-
-def pytest_addoption(parser):
-    parser.addoption("--mine", help="a file of yours: its definitions replace the library's")
-
-
-def pytest_configure(config):
-    "Let the library's own tests judge what a reader wrote for a project."
-    path = config.getoption("--mine")
-    if path:
-        if not (Path(path).is_file() and path.endswith(".py")):
-            raise pytest.UsageError(f"--mine {path}: there is no such Python file.")
-        names = put_in(Path(path))
-        if not names:  # the library would be judged in its place, and pass
-            raise pytest.UsageError(f"--mine {path}: it defines nothing that the library has.")
-        print(f"these definitions of {path} replace the library's: {', '.join(names)}")
-
-
-def put_in(path: Path) -> list[str]:
-    "Replace functions and classes of the library by those of the same name in a file."
-    spec = importlib.util.spec_from_file_location("mine", path)
-    mine = importlib.util.module_from_spec(spec)
-    sys.modules["mine"] = mine
-    spec.loader.exec_module(mine)
-    written = {k: v for k, v in vars(mine).items() if getattr(v, "__module__", "") == "mine"}
-    found = (p.relative_to(ROOT).with_suffix("") for p in (ROOT / "cramnb").rglob("[a-z]*.py"))
-    library = [importlib.import_module(".".join(p.parts)) for p in found]
-    replaced = []
-    for name, new in written.items():
-        found = {getattr(m, name) for m in library if hasattr(m, name)}
-        if found:
-            old = min(found, key=lambda f: len(parameters(f) ^ parameters(new)))
-            replaced.append(name)
-            for module in library:
-                if getattr(module, name, None) is old:
-                    setattr(module, name, new)
-    return sorted(replaced)
-
-
-def parameters(definition) -> set[str]:
-    "Names of the arguments: they tell two definitions of one name apart."
-    return set(inspect.signature(definition).parameters)
 
 
 def beside(name: str) -> Path:
