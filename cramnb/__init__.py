@@ -32,12 +32,12 @@
 - `cramnb.text.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
 - `cramnb.text.store`: Every distinct word once: from any text to rows of tokens, built once and known by content
 - `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
-- `cramnb.train.checkpoint`: A day of somebody's only GPU must never be lost, not even its last bit
+- `cramnb.train.checkpoint`: A folder from which another process goes on, to the last bit
 - `cramnb.train.device`: One description of a device, what follows from it, and what torch keeps for the whole process
 - `cramnb.train.distributed`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?
-- `cramnb.train.loop`: A loop that knows how much of its day is gone, and ends on time with nothing broken
-- `cramnb.train.optim`: AdamW by hand, Muon for matrices, and who gets weight decay
-- `cramnb.train.schedule`: Learning rate and batch size as functions of the share of the day that is spent
+- `cramnb.train.loop`: Passes that add up exactly, broken updates left out, and a clock that is an argument
+- `cramnb.train.optim`: One factory from the recipe: AdamW and its relatives, Muon, Lion
+- `cramnb.train.schedule`: Learning rate and batch size as functions of the share of the budget that is spent
 - `cramnb.train.tuning`: What a recipe leaves at auto, settled by trying before the clock starts, and kept in checkpoints"""
 
 import sys

@@ -1,7 +1,6 @@
 """What a real card adds to the loop: machine, way to compute, compiler, memory; and nothing of the
 process stays changed."""
 
-import json
 import os
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -10,13 +9,13 @@ import pytest
 import torch
 
 from cramnb.train.checkpoint import save_checkpoint
-from cramnb.core import CramError, LostRank, Stopped
+from cramnb.core import CramError, LostRank, Stopped, write_json
 from cramnb.train.distributed import World
-from cramnb.run.run import _way
 from cramnb.options import Impl
-from cramnb.recipe import compose, from_dict, preset, tiny, to_dict
+from cramnb.recipe import compose, preset, tiny
+from cramnb.run.runs import Summary
 from cramnb.run.plan import within_memory
-from cramnb.run.run import Run, pretrain
+from cramnb.run.run import Trainer, _way, open_corpus
 from cramnb.train import tuning
 from cramnb.train.device import MaybeCompiled, compile_ahead, find_card, keep_memory
 from cramnb.train.device import pick_device, process_settings, recipe_here, recompute_layers
@@ -273,15 +272,15 @@ def test_layers_forget_where_the_recipe_says_so_or_no_pass_fits(monkeypatch):
 def test_a_run_goes_on_as_before_unless_it_is_told_otherwise(tmp_path):
     t = trainer()
     kept = replace(FAST, compiled=True, recompute=True)
-    save_checkpoint(tmp_path, t, extra=dict(way=asdict(kept)))
-    same = as_before(tiny("impl.device=cpu"), tmp_path, World()).impl
+    saved = save_checkpoint(tmp_path, t, extra=dict(way=asdict(kept)))
+    same = as_before(tiny("impl.device=cpu"), saved, World()).impl
     assert (same.compile_torch, same.recompute, same.precision) == ("true", "true", "bfloat16")
     said = tiny("impl.device=cpu", "impl.recompute=false", "impl.microbatch_size=4")
-    same = as_before(said, tmp_path, World()).impl
+    same = as_before(said, saved, World()).impl
     assert (same.recompute, same.microbatch_size) == ("false", "4")
     t.state.update = 1
-    save_checkpoint(tmp_path, t, extra=dict(way=asdict(replace(kept, device="cuda"))))
-    assert as_before(said, tmp_path, World()) == said
+    other = save_checkpoint(tmp_path, t, extra=dict(way=asdict(replace(kept, device="cuda"))))
+    assert as_before(said, other, World()) == as_before(said, None, World()) == said
 
 
 def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts, monkeypatch):
@@ -289,22 +288,24 @@ def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts,
     words += " arch.intermediate_size=64 data=files data.vocab_size=600 data.heldout=0.3"
     words += " train.batch_size=16 train.eval_rows=32 budget=2m impl.device=cpu name=way"
     places = [f"data.files={texts}", f"impl.path={tmp_path / 'corpora'}", f"base_dir={tmp_path}"]
-    this, met = Run(tiny(*words.split(), *places), say=lambda text: None), []
-    this.open_corpus()
+    recipe, met = tiny(*words.split(), *places), []
+    corpus = open_corpus(recipe)
 
-    def one_update(run, t, held, keep):
-        met.append((way_of(t), t.state.elapsed))
-        next(t.updates())
+    def one_update(recipe, loop, *_):
+        met.append((way_of(loop), loop.state.elapsed))
+        next(loop.updates())
         raise Stopped
 
-    monkeypatch.setattr("cramnb.run.run._train_loop", one_update)
+    def fit():
+        with pytest.raises(Stopped):
+            Trainer.from_recipe(recipe, corpus, forbidden, lambda text: None).fit()
+
+    monkeypatch.setattr("cramnb.run.run._drive", one_update)
     monkeypatch.setattr(tuning, "fastest_way", lambda *_: (FAST, 160))
-    with pytest.raises(Stopped):
-        pretrain(this)
+    fit()
     monkeypatch.setattr(tuning, "auto_microbatch", forbidden)
     monkeypatch.setattr(tuning, "fastest_way", forbidden)
-    with pytest.raises(Stopped):
-        pretrain(this)
+    fit()
     assert met[0][0] == met[1][0] == FAST and 0 < met[0][1] < met[1][1]
 
 
@@ -315,15 +316,15 @@ def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts,
         (["precision=float32", "attn_implementation=sdpa"], FAST, (torch.float32, "sdpa")),
         ([], replace(FAST, attention="flex_attention"), (torch.bfloat16, "sdpa")),  # no dropout
         ([], replace(FAST, device="cuda"), (torch.float32, "sdpa")),
-        ([], None, (torch.float32, "sdpa")),  # a run from before this was noted
     ],
 )
 def test_fine_tuning_computes_as_the_run(words, known, want, tmp_path):
-    facts = dict(way=asdict(known)) if known else {}
-    (tmp_path / "pretrain.json").write_text(json.dumps(facts))
-    this = SimpleNamespace(recipe=tiny(*(f"impl.{w}" for w in words)))
-    assert _way(this, SimpleNamespace(run=tmp_path), CPU) == want
-    assert _way(this, SimpleNamespace(run=None), CPU) == (torch.float32, "sdpa")
+    facts = {k: "" if t is str else 0.0 for k, t in Summary.__annotations__.items()}
+    facts |= dict(updates=0, tokens=0, skipped=0, parameters=0, way=asdict(known))
+    write_json(tmp_path / "pretrain.json", facts)
+    impl = tiny(*(f"impl.{w}" for w in words)).impl
+    assert _way(impl, SimpleNamespace(run=tmp_path), CPU) == want
+    assert _way(impl, SimpleNamespace(run=None), CPU) == (torch.float32, "sdpa")
 
 
 def test_a_compiled_way_compiles_and_what_has_become_of_it_is_kept():
@@ -338,12 +339,6 @@ def test_a_compiled_way_compiles_and_what_has_become_of_it_is_kept():
 def test_switches_are_read_as_the_original_wrote_them(word, want):
     assert tiny(f"impl.compile_torch={word}").impl.compile_torch == want
     assert tiny(f"arch.gradient_checkpointing={word}").impl.recompute == want
-
-
-def test_a_recipe_of_an_older_version_is_read():
-    values = to_dict(tiny())
-    values["impl"]["compile_torch"] = True
-    assert from_dict(values).impl.compile_torch == "true"
 
 
 # --- torch.compile
@@ -476,7 +471,7 @@ def small_card(holds, tried):
     def source(start, n, number, x):
         tried.append(n)
         if n > holds:
-            raise torch.OutOfMemoryError("the card is full")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         return batches(start, n, number)
 
     return source
@@ -520,7 +515,7 @@ def card(seconds, memory):
 
     def make_step(n):
         if n > memory:
-            raise torch.OutOfMemoryError("the card is full")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         if n not in tried:
             tried.append(n)
         clock.now += seconds(n)

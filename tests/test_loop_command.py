@@ -36,7 +36,7 @@ ISOLATED = "train.document_isolation=True"
 
 
 def make_trainer(recipe, corpus):
-    return make_loop(recipe, new_model(recipe, corpus), corpus)[0]
+    return make_loop(recipe, new_model(recipe, corpus), corpus)
 
 
 @pytest.fixture(scope="module")

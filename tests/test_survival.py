@@ -192,9 +192,9 @@ def test_too_little_memory_of_a_processor_is_met_as_that_of_a_card(
     fits, code, home, tmp_path, monkeypatch, capsys
 ):
     "Passes are halved; where not even one row fits, one line says what to do."
-    import cramnb.train.device
+    from cramnb.train import tuning
 
-    plain, passes = cramnb.train.device.mlm_loss, []
+    plain, passes = tuning.mlm_loss, []
 
     def loss(model, batch):
         passes.append(len(batch.input_ids))
@@ -202,7 +202,7 @@ def test_too_little_memory_of_a_processor_is_met_as_that_of_a_card(
             torch.empty(2**60)  # the error that torch itself raises
         return plain(model, batch)
 
-    monkeypatch.setattr(cramnb.train.device, "mlm_loss", loss)
+    monkeypatch.setattr(tuning, "mlm_loss", loss)
     monkeypatch.chdir(tmp_path)
     words = [*home, "train.max_updates=30", "impl.save_every=0.0001"]
     assert main(["pretrain", "name=short", *words]) == code

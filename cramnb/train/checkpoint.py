@@ -1,4 +1,4 @@
-"""A day of somebody's only GPU must never be lost, not even its last bit
+"""A folder from which another process goes on, to the last bit
 
 What a run must remember so that killing it changes nothing: weights, the optimizer's averages,
 the place in data and budget, the loss scaler and the random states. Checkpoints are written
@@ -42,8 +42,6 @@ from cramnb.core import (
     record,
 )
 from .loop import TrainState, Loop
-
-_AGAIN = 'start over with fresh=True'
 
 # %% ../../nbs/library/train/checkpoint.ipynb #bd99a715
 def random_state(
@@ -184,13 +182,19 @@ def checkpoints(
     found = folder.glob('update_*')
     return sorted(p for p in found if re.fullmatch(r'update_\d+', p.name) and p.is_dir())
 
+# %% ../../nbs/library/train/checkpoint.ipynb #548ed6db
+def _state(checkpoint):
+    "What its state.json holds; None where that is not what was written."
+    path = checkpoint / 'state.json'
+    try:
+        return read_json(path, SavedState) if path.is_file() else None
+    except Damaged:
+        return None
+
 # %% ../../nbs/library/train/checkpoint.ipynb #0ee4a2c1
 def _heldout(checkpoint):
     "Its held-out loss; infinite where none was measured, or it cannot be read."
-    try:
-        value = read_json(checkpoint / 'state.json', SavedState)['heldout']
-    except (Damaged, FileNotFoundError):
-        value = None
+    value = (_state(checkpoint) or {}).get('heldout')
     return math.inf if value is None else value
 
 # %% ../../nbs/library/train/checkpoint.ipynb #859452ae
@@ -208,11 +212,8 @@ def verify(
     checkpoint: Path,  # one of `checkpoints`
 ) -> str:  # what is wrong, or the empty string
     "Compare a checkpoint with its fingerprints. Raises OSError for what cannot be read at all."
-    try:
-        state = read_json(checkpoint / 'state.json', SavedState)
-    except (Damaged, FileNotFoundError):
-        return "state.json is not what was written"
-    if state.pop('digest') != fingerprint(state):
+    state = _state(checkpoint)
+    if not state or state.pop('digest') != fingerprint(state):
         return "state.json is not what was written"
     for name, want in state['files'].items():
         if not (checkpoint / name).is_file():
@@ -236,6 +237,9 @@ def newest_sound(
     if found:
         raise CramError(f"All {len(found)} checkpoints in {folder} are damaged: {_AGAIN}.")
     return None
+
+# %% ../../nbs/library/train/checkpoint.ipynb #540528cb
+_AGAIN = 'start over with fresh=True'
 
 # %% ../../nbs/library/train/checkpoint.ipynb #3cbc7bf2
 def _put_weights(checkpoint, model):

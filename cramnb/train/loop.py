@@ -1,4 +1,4 @@
-"""A loop that knows how much of its day is gone, and ends on time with nothing broken
+"""Passes that add up exactly, broken updates left out, and a clock that is an argument
 
 Pretrain a masked language model until its budget is spent, in time, tokens or updates.
 Passes are added up exactly, broken updates are left out and counted, the clock is an argument.
@@ -6,7 +6,8 @@ Passes are added up exactly, broken updates are left out and counted, the clock 
 To replay the trajectory of another engine, with given weights, given passes and a constant rate:
 
     import torch
-    from cramnb import options, recipe
+    from cramnb import options
+    from cramnb.model.mlm import build_model
     from cramnb.train import loop
 
     model = build_model('tiny', 100)
@@ -304,14 +305,6 @@ def masked_rows(
 
     return batches
 
-# %% ../../nbs/library/train/loop.ipynb #34bfe059
-def _ids(corpus) -> dict:
-    "What masking must know of a vocabulary; ready-made rows bring other special tokens than ours."
-    t, size = corpus.tokenizer, corpus.vocab_size
-    return dict(
-        mask_token_id=t.mask_token_id, vocab_size=size, n_special=max(t.all_special_ids) + 1
-    )
-
 # %% ../../nbs/library/train/loop.ipynb #d03335e7
 def heldout_batches(
     corpus: Corpus,  # where the rows come from
@@ -322,3 +315,11 @@ def heldout_batches(
     parts = torch.from_numpy(corpus.heldout[: train.eval_rows].astype('int32')).split(64)
     how, draw = _ids(corpus) | dict(mlm_probability=mlm_probability), microbatch_generator
     return [mask_tokens(p, generator=draw(0, i), **how) for i, p in enumerate(parts)]
+
+# %% ../../nbs/library/train/loop.ipynb #34bfe059
+def _ids(corpus) -> dict:
+    "What masking must know of a vocabulary; ready-made rows bring other special tokens than ours."
+    t, size = corpus.tokenizer, corpus.vocab_size
+    return dict(
+        mask_token_id=t.mask_token_id, vocab_size=size, n_special=max(t.all_special_ids) + 1
+    )

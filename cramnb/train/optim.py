@@ -1,4 +1,4 @@
-"""AdamW by hand, Muon for matrices, and who gets weight decay
+"""One factory from the recipe: AdamW and its relatives, Muon, Lion
 
 Optimizers for a day of training: AdamW and its relatives from PyTorch, Muon and Lion written
 out, all built by one factory from the recipe. Matrices and embeddings are decayed, norms and

@@ -1,4 +1,4 @@
-"""Learning rate and batch size as functions of the share of the day that is spent
+"""Learning rate and batch size as functions of the share of the budget that is spent
 
 Learning rate and batch size as functions of the share of the budget that is spent. `lr_factor`
 gives sixteen shapes that never go below zero, under every name the original has for them, and
