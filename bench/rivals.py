@@ -35,7 +35,7 @@ from transformers import (
 
 from cramnb.core import CramError
 from cramnb.text.clean import normalizer
-from cramnb.glue import score
+from cramnb.judge.tasks import score
 from cramnb.model.mlm import build_model
 from cramnb.options import Arch, Data
 from cramnb.run.hub import bert_names
@@ -235,7 +235,7 @@ def _padded(tokenizer, row, task, ev):
 def with_trainer(
     folder: Path,  # holds the pretrained model as exam, takes the trainer's files
     tokenizer: PreTrainedTokenizerFast,  # of that model
-    task,  # a Task of chapter 14
+    task,  # a Task
     splits: dict,  # rows of 'train' and 'dev'
     ev,  # an Eval: reads max_seq_length, pair_template, batch_size, lr
 ) -> float:  # the target metric

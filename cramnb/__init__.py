@@ -27,11 +27,11 @@
 - `cramnb.run.runs`: Open, lock and list
 - `cramnb.run.watch`: One line per update: loss, speed, share of the card, energy; and those who are told about it
 - `cramnb.text.clean`: One spelling for one word, a filter for trash, and repeats found at any size
-- `cramnb.text.masking`: Hide a quarter of the text, and ask for it back
-- `cramnb.text.packing`: Pack the tokens once, and read them for ever
+- `cramnb.text.masking`: Hide an exact share of each row, as a function of seed and number
+- `cramnb.text.packing`: Pack the tokens once, read them in an order that can be computed again
 - `cramnb.text.sources`: Files, the hub, docstrings or a mix of them, in one stream of documents
 - `cramnb.text.store`: Every distinct word once: from any text to rows of tokens, built once and known by content
-- `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, one merge at a time
+- `cramnb.text.tokenizer`: A vocabulary learnt from the text itself, the same bytes on every run
 - `cramnb.train.checkpoint`: A folder from which another process goes on, to the last bit
 - `cramnb.train.device`: One description of a device, what follows from it, and what torch keeps for the whole process
 - `cramnb.train.distributed`: What torchrun leaves to the program: which process am I, where are the others, what if one dies?

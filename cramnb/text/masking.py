@@ -1,4 +1,4 @@
-"""Hide a quarter of the text, and ask for it back
+"""Hide an exact share of each row, as a function of seed and number
 
 Hide an exact share of each row and remember what was there. `mask_tokens` picks positions by one
 random key per token, so that shapes never change and no column is favoured, and treats them

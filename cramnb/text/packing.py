@@ -1,4 +1,4 @@
-"""Pack the tokens once, and read them for ever
+"""Pack the tokens once, read them in an order that can be computed again
 
 Turn documents into rows of tokens on disk, without padding and without losing a token. `pack`
 lays documents end to end and cuts, `Rows` reads rows back from a memory-mapped Arrow file at two

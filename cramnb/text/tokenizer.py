@@ -1,4 +1,4 @@
-"""A vocabulary learnt from the text itself, one merge at a time
+"""A vocabulary learnt from the text itself, the same bytes on every run
 
 Text to token ids. A vocabulary is learnt from the corpus itself with WordPiece, BPE, Unigram or
 WordLevel, so that the same text gives the same bytes on every run. `train_tokenizer` refuses a
