@@ -48,7 +48,7 @@ V1 = json.loads("""{"z_loss_factor": 0, "gradient_checkpointing": false, "layer_
 
 def arch(first=False, nested=None, **changes):
     "An architecture of the original, small, in the form that its runs save."
-    out = ARCH | (V1 if first else {}) | changes
+    out = ARCH | (V1 | dict(architectures=["ScriptableMaskedLM"]) if first else {}) | changes
     return out | {group: out[group] | values for group, values in (nested or {}).items()}
 
 
