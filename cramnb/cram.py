@@ -18,8 +18,7 @@ from pathlib import Path
 
 from .core import CramError, say
 from .train.device import pick_device
-from .judge.tasks import load_tasks, task_folder
-from .judge.tasks import LOCAL, task_names
+from .judge.tasks import LOCAL, load_tasks, task_names
 from .model.mlm import flops_per_token
 from .options import Impl
 from .recipe import Recipe
@@ -36,12 +35,11 @@ def check_tasks(
     recipe: Recipe,  # reads eval
 ):
     "Are the exams there, and can they be read? Asked before the first stage. Raises CramError."
-    if recipe.eval.files:
-        load_tasks(recipe.eval)
-        return
-    for name in task_names(recipe.eval.tasks):
-        if name not in LOCAL and recipe.eval.glue_dir:
-            task_folder(name, recipe.eval.glue_dir)
+    ev = recipe.eval
+    names = task_names(ev.tasks)
+    in_files = [n for n in names if n not in LOCAL] if ev.glue_dir else []
+    if ev.files or in_files:
+        load_tasks(replace(ev, tasks=','.join(in_files)))
 
 # %% ../nbs/library/cram.ipynb #a9e78b9f
 _SHORT = 1 / 60  # hours: a shorter run needs no plan

@@ -16,8 +16,8 @@ from transformers import BertConfig
 from cramnb.core import CramError
 from cramnb.judge.tasks import load_folder, TASKS
 from cramnb.judge.finetune import (
-    encode,
-    inputs,
+    encode_rows,
+    _inputs,
     load_classifier,
     predict,
     run_trial,
@@ -30,7 +30,7 @@ def test_an_answer_depends_on_nothing_else_in_the_batch(which, tokenizer, reques
     torch.manual_seed(0)
     unlabelled = [{f: r[f] for f in TASKS["stsb"].fields} for r in rows_of("stsb", 40)]
     model = load_classifier(request.getfixturevalue(which), 1, replace(EV, checkpoint="untrained"))
-    ids = encode(tokenizer, unlabelled, TASKS["stsb"], EV)
+    ids = encode_rows(tokenizer, unlabelled, TASKS["stsb"], EV)
     alone = [predict(model, [row], tokenizer, EV)[0] for row in ids]
     for size in (7, 40):
         np.testing.assert_allclose(
@@ -40,7 +40,7 @@ def test_an_answer_depends_on_nothing_else_in_the_batch(which, tokenizer, reques
 
 def test_most_of_what_is_computed_is_text(tokenizer):
     rows = load_folder("cola", beside("data") / "glue")["train"]
-    ids = encode(tokenizer, rows, TASKS["cola"], EV)
+    ids = encode_rows(tokenizer, rows, TASKS["cola"], EV)
     lengths = np.array([len(i["input_ids"]) for i in ids])
     cells = sum(
         len(b) * lengths[b].max() for b in similar_lengths(lengths, 16, np.random.default_rng(0))
@@ -50,7 +50,7 @@ def test_most_of_what_is_computed_is_text(tokenizer):
 
 def types_of(fields, row, tokenizer):
     task = replace(TASKS["wic"], fields=fields)
-    (feature,) = encode(tokenizer, [row], task, EV)
+    (feature,) = encode_rows(tokenizer, [row], task, EV)
     return feature["input_ids"], feature["token_type_ids"]
 
 
@@ -66,14 +66,14 @@ def test_token_types_are_the_tokenizers_own(typed):
 
 
 def test_token_types_reach_the_models_that_know_them(checkpoint, bert, typed):
-    features = encode(typed, [dict(a="one", b="two")], replace(TASKS["rte"], fields=("a", "b")), EV)
+    features = encode_rows(typed, [dict(a="one", b="two")], replace(TASKS["rte"], fields=("a", "b")), EV)
     ours, theirs = (load_classifier(c, 2, EV) for c in (checkpoint, bert))
     logits = [
-        ours(**inputs(ours, typed, features, replace(EV, token_types=t))).logits for t in (0, 1)
+        ours(**_inputs(ours, typed, features, replace(EV, token_types=t))).logits for t in (False, True)
     ]
     assert torch.equal(*logits), "ours has no vectors for token types"
-    assert inputs(theirs, typed, features, EV)["token_type_ids"].sum() > 0
-    assert "token_type_ids" not in inputs(theirs, typed, features, replace(EV, token_types=False))
+    assert _inputs(theirs, typed, features, EV)["token_type_ids"].sum() > 0
+    assert "token_type_ids" not in _inputs(theirs, typed, features, replace(EV, token_types=False))
 
 
 # --- checkpoints

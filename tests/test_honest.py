@@ -50,7 +50,7 @@ def test_only_the_final_weights_of_a_run_are_published(value, run, tmp_path, mon
     if value == "FOREIGN":
         value = shutil.copytree(folder / "model", tmp_path / "other")
     if value == "best":
-        monkeypatch.setattr("cramnb.run.runs._best", lambda folder: folder / "best")
+        monkeypatch.setattr("cramnb.run.run._best", lambda folder: folder / "best")
     assert main(["publish", "name=small", f"eval.checkpoint={value}"]) == 2
     assert "final weights" in line(capsys) and not list(folder.glob("hub*"))
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(tmp_path, monke
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(PermissionError):
+    with pytest.raises(CramError, match="Permission denied"):
         newest_sound(tmp_path)
 
 

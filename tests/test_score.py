@@ -18,8 +18,7 @@ from scipy import stats
 from cramnb.core import CramError
 from cramnb import cram
 from cramnb.cram import adopt, text_of
-from cramnb.judge.tasks import load_folder, load_tasks
-from cramnb.run.run import adopt, plot_scores
+from cramnb.judge.tasks import hold_out, load_folder, load_tasks
 from folders import SUMMARY
 from cramnb.judge.finetune import Trial, leak, run_trial
 from cramnb.judge.tasks import TASKS
@@ -29,7 +28,6 @@ from cramnb.run.runs import make_folder
 from cramnb.judge.score import (
     _plan_trials,
     evaluate_checkpoint,
-    hold_out,
     mean_score,
     score_table,
     summarise,

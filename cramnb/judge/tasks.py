@@ -11,9 +11,8 @@ Docs: https://cramnb.github.io/cramnb/library/judge/tasks.html.md"""
 
 # %% auto #0
 __all__ = ['TASKS', 'GLUE', 'LOCAL', 'METRICS', 'PUBLISHED_TASKS', 'PUBLISHED', 'Task', 'task_names', 'score', 'baseline',
-           'sentences', 'scramble', 'replace_words', 'local_suite', 'read_text', 'short', 'is_text', 'read_table',
-           'label_of', 'hold_out', 'own_task', 'check_columns', 'task_folder', 'load_folder', 'load_hub', 'check_rows',
-           'load_tasks']
+           'sentences', 'scramble', 'replace_words', 'local_suite', 'read_table', 'hold_out', 'own_task', 'load_folder',
+           'load_hub', 'check_rows', 'load_tasks']
 
 # %% ../../nbs/library/judge/tasks.ipynb #339adb13
 import codecs
@@ -265,7 +264,7 @@ def _pieces(documents, size=6):
     return [' '.join(s[i : i + size]) for s in split for i in range(0, len(s), size)]
 
 # %% ../../nbs/library/judge/tasks.ipynb #104e46cf
-def read_text(path):
+def _read_text(path):
     "All of a text file, compressed or not, without its byte-order mark. Raises CramError."
     raw = b''
     try:
@@ -282,7 +281,7 @@ def read_text(path):
     raise CramError(f"{path} {problem}.")
 
 # %% ../../nbs/library/judge/tasks.ipynb #9bfa4e29
-def short(value):
+def _short(value):
     "The beginning of a value from outside, for a message of one line."
     if isinstance(value, str):
         value = value.strip()
@@ -293,7 +292,7 @@ def short(value):
     return printable(text if len(text) < 70 else f'{text[:60]} …')
 
 # %% ../../nbs/library/judge/tasks.ipynb #219024cb
-def is_text(
+def _is_text(
     value,  # from outside
 ) -> bool:
     "Is it text that a tokenizer can read? JSON can hold half of a surrogate pair, UTF-8 cannot."
@@ -305,7 +304,7 @@ def is_text(
 # %% ../../nbs/library/judge/tasks.ipynb #ef264484
 def _read_json(path):
     "JSON lines, or one JSON list. Raises CramError with the line that is none."
-    text, rows = read_text(path), []
+    text, rows = _read_text(path), []
     is_list = '.json' in path.suffixes and text.lstrip().startswith('[')
     for n, line in enumerate([text] if is_list else text.split('\n'), 1):
         if not line.strip():
@@ -317,14 +316,14 @@ def _read_json(path):
             found, problem = None, 'is not JSON'
         found = found if is_list else [found]
         if found is None or any(not isinstance(row, dict) for row in found):
-            raise CramError(f"{path}, line {n}, {problem}: {short(line)}.")
+            raise CramError(f"{path}, line {n}, {problem}: {_short(line)}.")
         rows += found
     return rows
 
 # %% ../../nbs/library/judge/tasks.ipynb #c7603ba7
 def _read_csv(path):
     "A table with a header. Raises CramError for a line that does not fit it."
-    text = read_text(path)
+    text = _read_text(path)
     first = text.partition('\n')[0]
     mark = '\t' if '.tsv' in path.suffixes else max(',;', key=first.count)
     reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=mark)
@@ -355,7 +354,7 @@ def _read_binary(path):
             return datasets.Dataset.from_file(str(path)).to_list()
         return parquet.read_table(path).to_pylist()
     except Exception as e:  # damaged bytes raise half a dozen kinds of errors
-        raise CramError(f"{path} cannot be read: {short(str(e) or type(e).__name__)}.") from None
+        raise CramError(f"{path} cannot be read: {_short(str(e) or type(e).__name__)}.") from None
 
 # %% ../../nbs/library/judge/tasks.ipynb #35fc91b3
 _read = dict(jsonl=_read_json, json=_read_json, csv=_read_csv, tsv=_read_csv)
@@ -382,7 +381,7 @@ def _number_of(value):
         return number if math.isfinite(number) else None
 
 # %% ../../nbs/library/judge/tasks.ipynb #5080ab23
-def label_of(task, label, where):
+def _label_of(task, label, where):
     "'entailment', true or '4.2' as the number that a model learns. Raises CramError."
     if not isinstance(label, (list, dict)) and str(label) in task.labels:
         return task.labels.index(str(label))
@@ -395,7 +394,7 @@ def label_of(task, label, where):
     if task.num_labels > 1:
         names = ', '.join(task.labels) or f'0 to {task.num_labels - 1}'
         problem = f'none of {names}'
-    raise CramError(f"Task {task.name}, {where}: the label {short(label)} is {problem}.")
+    raise CramError(f"Task {task.name}, {where}: the label {_short(label)} is {problem}.")
 
 # %% ../../nbs/library/judge/tasks.ipynb #b66eafaa
 def hold_out(
@@ -434,7 +433,7 @@ def own_task(
     labels = [row[label_column] for rows in tables for row in rows]
     name = Path(paths[0]).name.split('.')[0]
     task = _describe(name, tables[0][0], labels, metric, text_columns, label_column)
-    check_columns(f'eval.files={paths[-1]}', tables[1], task.fields)
+    _check_columns(f'eval.files={paths[-1]}', tables[1], task.fields)
     train, dev = ([_own_row(task, row, label_column) for row in table] for table in tables)
     return task, dict(train=train, dev=dev), remark
 
@@ -442,14 +441,14 @@ def own_task(
 def _own_table(path, label_column):
     "Rows that all have a label. Raises CramError."
     rows = read_table(path)
-    check_columns(f'eval.files={path}', rows, [label_column])
+    _check_columns(f'eval.files={path}', rows, [label_column])
     lost = [n for n, row in enumerate(rows, 1) if row.get(label_column) in (None, '')]
     if lost:
         raise CramError(f"eval.files={path}: row {lost[0]} has no {label_column}.")
     return rows
 
 # %% ../../nbs/library/judge/tasks.ipynb #79b5f540
-def check_columns(where, rows, wanted):
+def _check_columns(where, rows, wanted):
     if not rows:
         raise CramError(f"{where}: there are no rows.")
     missing = [c for c in wanted if c not in rows[0]]
@@ -462,7 +461,7 @@ def _describe(name, row, labels, metric, text_columns, label_column):
     per_token = isinstance(labels[0], list)
     mixed = [v for v in labels if isinstance(v, list) != per_token]
     if mixed:
-        other = f'others with {short(mixed[0])}'
+        other = f'others with {_short(mixed[0])}'
         raise CramError(f"{name}: some rows are labelled with a list of tags, {other}.")
     fields = _fields(row, text_columns, label_column, per_token)
     real = not per_token and _are_values(labels, metric, label_column)
@@ -497,7 +496,7 @@ def _are_values(labels, metric, label_column):
     if None not in values:
         return correlation or any(v % 1 for v in values)
     if correlation and any(v is not None for v in values):
-        odd = short(labels[values.index(None)])
+        odd = _short(labels[values.index(None)])
         raise CramError(f"eval.metric={metric} needs numbers, but {label_column} holds {odd}.")
     return False
 
@@ -534,19 +533,19 @@ def _own_row(task, row, label_column):
         value = row.get(field)
         out[field] = str(value) if isinstance(value, (int, float)) else value
         words = out[field] if isinstance(out[field], list) else [out[field]]
-        if not isinstance(out[field], kind) or not all(map(is_text, words)):
-            problem = f'{short(value)} in its column {field}, where {want} is expected'
+        if not isinstance(out[field], kind) or not all(map(_is_text, words)):
+            problem = f'{_short(value)} in its column {field}, where {want} is expected'
     words = len(out[field]) if task.per_token and not problem else 0
     if task.per_token and not problem and len(label) != words:
         problem = f'{words} words and {len(label)} labels'
     if problem:
         raise CramError(f"A row of {task.name} has {problem}.")
     if not task.per_token:
-        return out | dict(label=label_of(task, label, 'a row'))
+        return out | dict(label=_label_of(task, label, 'a row'))
     return out | dict(label=[t if t == -100 else task.labels.index(str(t)) for t in label])
 
 # %% ../../nbs/library/judge/tasks.ipynb #e978d1c0
-def task_folder(
+def _task_folder(
     name: str,  # of a task
     glue_dir: str | Path,  # where to look
 ) -> Path:  # glue_dir/sst2, or SST-2, as GLUE spells it
@@ -594,7 +593,7 @@ def _numbered(task, split, rows):
                 row[field] = row[other]
         hidden = split.startswith('test') and str(row.get('label')) in ('None', '-1', '-1.0', '')
         if 'label' in row and not hidden:
-            row['label'] = label_of(task, row['label'], f'split {split}, row {n}')
+            row['label'] = _label_of(task, row['label'], f'split {split}, row {n}')
         out.append(row)
     return out
 
@@ -608,7 +607,7 @@ _TSV['mnli'] = ('sentence1', 'sentence2', 'gold_label')
 # %% ../../nbs/library/judge/tasks.ipynb #7de37bf5
 def _read_tsv(task, path, split):
     "Rows of one of GLUE's own files, which are no CSV: quotes mean nothing. Raises CramError."
-    lines = [line.rstrip('\r') for line in read_text(path).split('\n') if line.strip()]
+    lines = [line.rstrip('\r') for line in _read_text(path).split('\n') if line.strip()]
     header, *table = [line.split('\t') for line in lines] or [[]]
     if task.name == 'cola' and 'sentence' not in header and len(header) == 4:
         header, table = ['source', 'label', 'mark', 'sentence'], [header, *table]
@@ -616,7 +615,7 @@ def _read_tsv(task, path, split):
         raise CramError(f"{path}: {task.name} is read from JSON lines, not from a table.")
     test = split.startswith('test')
     columns = _TSV[task.name][:-1] if test else _TSV[task.name]
-    check_columns(path, [dict.fromkeys(header)], columns)
+    _check_columns(path, [dict.fromkeys(header)], columns)
     places, names = [header.index(c) for c in columns], (*task.fields, 'label')
     rows = []
     for n, cells in enumerate(table):
@@ -632,7 +631,7 @@ def load_folder(
     glue_dir: str | Path,  # one folder for each task: JSON lines, GLUE's own _TSV, hub's parquet
 ) -> dict[str, list[dict]]:  # 'train', 'dev', and where there are any the others of _SPLITS
     "Read a task from files. Raises FileNotFoundError, or CramError for what cannot be read."
-    task, folder, found = TASKS[name], task_folder(name, glue_dir), {}
+    task, folder, found = TASKS[name], _task_folder(name, glue_dir), {}
     for split, stems in _SPLITS.items():
         if 'mismatched' in split and not task.extra:
             continue
@@ -661,7 +660,7 @@ def load_hub(
             got = datasets.load_dataset(path, **copy)
     except Exception as e:  # network, cache and formats each raise their own
         ways = 'give eval.glue_dir=FOLDER, set CRAMNB_DATA, or use eval=local'
-        raise CramError(f"{name} of {path} cannot be loaded ({short(str(e))}): {ways}.") from None
+        raise CramError(f"{name} of {path} cannot be loaded ({_short(str(e))}): {ways}.") from None
     found = {}
     for ours, theirs in _SPLITS.items():
         there = [t for t in theirs if t in got]
@@ -678,14 +677,14 @@ def check_rows(
     for split, rows in splits.items():
         where, test = f'split {split}', split.startswith('test')
         wanted = task.fields if test else (*task.fields, 'label')
-        check_columns(f'Task {task.name}, {where}', rows, wanted)
+        _check_columns(f'Task {task.name}, {where}', rows, wanted)
         for n, row in enumerate(rows):
-            odd = [f for f in task.fields if not is_text(row.get(f))]
+            odd = [f for f in task.fields if not _is_text(row.get(f))]
             if odd:
-                problem = f'{odd[0]} holds {short(row.get(odd[0]))}, not text'
+                problem = f'{odd[0]} holds {_short(row.get(odd[0]))}, not text'
                 raise CramError(f"Task {task.name}, {where}, row {n}: {problem}.")
             if not test:
-                label_of(task, row.get('label'), f'{where}, row {n}')
+                _label_of(task, row.get('label'), f'{where}, row {n}')
     notes = []
     for split, kind, want in zip(('train', 'dev'), ('training', 'evaluation'), task.rows):
         got = len(splits[split])

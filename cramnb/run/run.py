@@ -598,7 +598,10 @@ def load(
     checkpoint = find_checkpoint(folder, which)
     tokenizer, kind = load_tokenizer(checkpoint.where), AutoModelForMaskedLM
     if checkpoint.untrained:
-        return kind.from_config(load_pretrained(AutoConfig, checkpoint.where)).eval(), tokenizer
+        with torch.random.fork_rng([]):  # asked twice, it answers the same
+            torch.manual_seed(0)
+            config = load_pretrained(AutoConfig, checkpoint.where)
+            return kind.from_config(config).eval(), tokenizer
     return load_pretrained(kind, checkpoint.where).eval(), tokenizer
 
 # %% ../../nbs/library/run/run.ipynb #648a98b6
