@@ -35,7 +35,7 @@ from transformers import (
 
 from cramnb.core import CramError
 from cramnb.text.clean import normalizer
-from cramnb.glue import score
+from cramnb.judge.tasks import score
 from cramnb.model.mlm import build_model
 from cramnb.options import Arch, Data
 from cramnb.run.hub import bert_names

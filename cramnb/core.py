@@ -39,7 +39,7 @@ class CramError(ValueError):
 class DiskFull(CramError):
     "No space is left; what was finished is kept."
 
-
+# %% ../nbs/library/core.ipynb #0aa63125
 class Damaged(CramError):
     "A file does not hold what it should."
 

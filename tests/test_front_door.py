@@ -12,9 +12,9 @@ import torch
 from conftest import server
 
 from cramnb import Corpus, Trainer, build_model, load
-from cramnb.run import run as evaluate
+from cramnb import evaluate
 from cramnb.core import CramError, Stopped
-from cramnb.text.clean import docstrings
+from cramnb.text.sources import docstrings
 from cramnb.recipe import preset
 
 ARCH = replace(
@@ -201,7 +201,7 @@ SCRIPT = """
 import sys
 from test_front_door import ARCH, EXAM, IMPL, TRAIN, silent
 from cramnb import Corpus, Trainer, build_model
-from cramnb.run import run as evaluate
+from cramnb import evaluate
 import torch
 
 torch.manual_seed(0)
