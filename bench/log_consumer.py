@@ -1,4 +1,4 @@
-"""The committed comparison of chapter 21: `python bench/log_consumer.py TEXT > consumer.json`.
+"""The committed comparison of chapter 21: `python -m bench.log_consumer TEXT > consumer.json`.
 
 TEXT is a JSON-lines file; parts of it are read. Four ways to train a small model for the same
 seconds of one processor, in turns, with two seeds.
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from cramnb.consumer import Chunks, StopAfter, cut_chunks, home_arguments, home_trainer
+from .consumer import Chunks, StopAfter, cut_chunks, home_arguments, home_trainer
 from cramnb.core import quiet
 from cramnb.model.mlm import count_parameters
 from cramnb.options import Data

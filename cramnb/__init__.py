@@ -4,7 +4,6 @@
 - `cramnb.book.checks`: One short check for each name of the book's program
 - `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share
 - `cramnb.cli`: Words become a verb and a recipe, and a mistake is told in one line, at once
-- `cramnb.consumer`: A hundred hours on 8 GB with Hugging Face's own parts, beside our engine, and what both are worth
 - `cramnb.core`: Errors with the nearest name, files written whole or not at all
 - `cramnb.cram`: Raw text to score table: what `cramnb cram`, `pretrain`, `eval` and `data` do
 - `cramnb.judge.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks

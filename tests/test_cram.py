@@ -14,75 +14,75 @@ from conftest import ROOT, beside, cramnb
 from execnb.shell import CaptureShell
 from test_repository import cells, source
 
-from cramnb.train.tuning import Way
+from cramnb.cli import main
 from cramnb.run.watch import CLOCKED
+from cramnb.train.tuning import Way
 
+MODEL = "hidden_size=32 intermediate_size=64 num_hidden_layers=1 num_attention_heads=2"
 SMALL = [
-    "budget=5s",
-    "data.vocab_size=1000",
+    *(f"arch.{word}" for word in MODEL.split()),
+    "data.vocab_size=600",
+    "data.seq_length=32",
     "data.heldout=0.3",
+    "train.batch_size=16",
+    "train.eval_rows=32",
+    "train.progress=updates",
+    "impl.microbatch_size=8",
+    "impl.save_every=1e-6",
     "eval.epochs=1",
-    "eval.max_train_examples=100",
-    "train.eval_rows=64",
+    "eval.max_train_examples=50",
+    "eval.max_seq_length=32",
 ]
+FEW = ["eval.tasks=acceptability", *SMALL[-3:]]
 
 
 def start(*words: str, cwd: Path) -> subprocess.Popen:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env.pop("CRAMNB_DATA", None)
-    return subprocess.Popen(
-        [sys.executable, "-m", "cramnb", *words],
-        cwd=cwd,
-        env=env,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    command = [sys.executable, "-m", "cramnb", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=env, text=True, stdout=pipe, stderr=pipe)
 
 
-def wait_for(condition, seconds=300):
+def wait_for(condition, run, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.05)
+        assert run.poll() is None and time.monotonic() < end, "waited too long"
+        time.sleep(0.005)
 
 
-def updates(folder: Path) -> int:
+def rows(folder: Path) -> list[dict]:
+    "The log of a run."
     path = folder / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory, texts):
+    "What the command leaves and says, run as a user does; 12 updates."
     folder = tmp_path_factory.mktemp("cram")
-    first = cramnb("cram", "data=files", f"data.files={texts}", *SMALL, cwd=folder)
+    words = ["data=files", f"data.files={texts}", *SMALL, "train.max_updates=12"]
+    first = cramnb("cram", *words, cwd=folder)
     assert first.returncode == 0, first.stderr
-    return folder, first
+    return folder, first, words
+
+
+@pytest.fixture
+def here(done, monkeypatch):
+    "The folder in which the finished run lies, as the working directory."
+    monkeypatch.chdir(done[0])
+    monkeypatch.delenv("CRAMNB_DATA", raising=False)
+    return done[0]
 
 
 def test_cram_writes_everything_and_says_where(done):
-    folder, first = done
-    run = folder / "runs/cram"
+    run, first = done[0] / "runs/cram", done[1]
     report = (run / "report.md").read_text()
-    for word in (
-        "tokens seen",
-        "tokens per second",
-        "FLOPs spent",
-        "held-out loss",
-        "unigram entropy",
-        "acceptability",
-        "order",
-        "similarity",
-        "train.lr",
-        "after cutting repeats",
-        "run.png",
-    ):
+    for word in ("held-out loss", "acceptability", "order", "similarity", "train.lr", "run.png"):
         assert word in report
     assert (run / "run.png").read_bytes()[:4] == b"\x89PNG"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert {"update", "elapsed", "loss", "lr", "batch_size", "tokens"} <= set(rows[0]) and [
-        r["update"] for r in rows
-    ] == list(range(1, len(rows) + 1))
+    assert {"elapsed", "loss", "lr", "batch_size", "tokens"} <= set(rows(run)[0])
+    assert [r["update"] for r in rows(run)] == list(range(1, 13))
     for word in ("| task |", "Report:", "Model:", "corpora"):
         assert word in first.stdout
     assert "pretraining" in first.stderr and "Traceback" not in first.stderr
@@ -95,13 +95,9 @@ model = AutoModelForMaskedLM.from_pretrained(sys.argv[1])
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 fill = pipeline('fill-mask', sys.argv[1])
 print(type(model).__name__, len(tokenizer), len(fill('return the [MASK] of the list')))"""
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(done[0] / "runs/cram/model")],
-        text=True,
-        capture_output=True,
-        check=True,
-    )
-    assert out.stdout.split() == ["CrammedBertForMaskedLM", "1000", "5"]
+    words = [sys.executable, "-c", code, str(done[0] / "runs/cram/model")]
+    out = subprocess.run(words, text=True, capture_output=True, check=True)
+    assert out.stdout.split() == ["CrammedBertForMaskedLM", "600", "5"]
 
 
 def test_notebook_and_command_walk_the_same_path(tmp_path, monkeypatch):
@@ -120,201 +116,110 @@ def test_notebook_and_command_walk_the_same_path(tmp_path, monkeypatch):
             break
     run, words = Path(str(shell.user_ns["folder"])), shell.user_ns["words"]
     work = Path(shell.user_ns["work"].name)
-    mine = cramnb("cram", *words, "name=mine", cwd=work)
-    assert mine.returncode == 0, mine.stderr
-
-    def rows(folder):
-        log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in row.items() if k not in CLOCKED} for row in log]
-
-    assert len(rows(run)) > 3 and rows(run) == rows(work / "runs/mine")
-    same = "model/model.safetensors"
-    assert (run / same).read_bytes() == (work / "runs/mine" / same).read_bytes()
-    scores = [json.loads((f / "glue.json").read_text()) for f in (run, work / "runs/mine")]
-    assert scores[0]["scores"] == scores[1]["scores"]
+    monkeypatch.chdir(work)
+    assert main(["cram", *words, "name=mine"]) == 0
+    same = [[{k: r[k] for k in r if k not in CLOCKED} for r in rows(work / f)] for f in (run, MINE)]
+    assert len(same[0]) > 3 and same[0] == same[1]
+    weights = "model/model.safetensors"
+    assert (run / weights).read_bytes() == (work / MINE / weights).read_bytes()
+    scores = [json.loads((work / f / "glue.json").read_text())["scores"] for f in (run, MINE)]
+    assert scores[0] == scores[1]
 
 
-def test_a_second_run_reuses_the_corpus_and_takes_the_next_name(done, texts):
-    folder, _ = done
-    second = cramnb("cram", "data=files", f"data.files={texts}", *SMALL, cwd=folder)
-    assert (
-        second.returncode == 0
-        and "Reusing the prepared corpus" in second.stdout
-        and "runs/cram-2" in second.stdout
-    )
+MINE = "runs/mine"
 
 
-def test_eval_of_the_best_checkpoint_and_of_a_named_run(done):
-    folder, _ = done
-    for checkpoint in ("best", "cram"):
-        out = cramnb(
-            "eval",
-            "name=cram",
-            f"eval.checkpoint={checkpoint}",
-            "eval.tasks=acceptability",
-            "eval.epochs=1",
-            "eval.max_train_examples=50",
-            cwd=folder,
-        )
-        assert out.returncode == 0 and "| acceptability |" in out.stdout, out.stderr
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
-        p.name for p in (folder / "runs/cram/best").iterdir()
-    }
+def test_a_second_run_reuses_the_corpus_and_takes_the_next_name(here, done, capsys):
+    assert main(["pretrain", *done[2], "train.max_updates=2"]) == 0
+    out = capsys.readouterr().out
+    assert "Reusing the prepared corpus" in out and "runs/cram-2" in out
 
 
-def test_eval_continues_with_unfinished_trials(done):
-    folder, _ = done
-    words = [
-        "eval",
-        "name=cram",
-        "eval=local",
-        "eval.tasks=acceptability",
-        "eval.epochs=1",
-        "eval.max_train_examples=50",
-    ]
-    assert cramnb(*words, cwd=folder).returncode == 0
-    before = {
-        p: p.stat().st_mtime_ns
-        for p in (folder / "runs/cram/eval").rglob("acceptability.seed0.json")
-    }
-    more = cramnb(*words, "eval.trials=2", cwd=folder)
-    assert "2 trials" in more.stdout and all(p.stat().st_mtime_ns == t for p, t in before.items())
-    blank = cramnb(*words, "eval.checkpoint=untrained", cwd=folder)
-    assert blank.returncode == 0 and "acceptability" in blank.stdout
+@pytest.mark.parametrize("checkpoint", ["best", "cram", "untrained"])
+def test_eval_takes_each_form_of_a_checkpoint(checkpoint, here, capsys):
+    assert main(["eval", "name=cram", f"eval.checkpoint={checkpoint}", *FEW]) == 0
+    assert "| acceptability |" in capsys.readouterr().out
+    best = {p.name for p in (here / "runs/cram/best").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= best
 
 
-def test_a_run_with_another_recipe_is_not_mixed_up(done, texts):
-    folder, _ = done
-    clash = cramnb(
-        "pretrain",
-        "name=cram",
-        "data=files",
-        f"data.files={texts}",
-        *SMALL,
-        "train.lr=1e-3",
-        cwd=folder,
-    )
-    assert clash.returncode == 2 and "train.lr" in clash.stderr and "fresh=True" in clash.stderr
-    missing = cramnb("eval", "name=nobody", cwd=folder)
-    assert missing.returncode == 2 and "nobody" in missing.stderr
+def test_eval_continues_with_unfinished_trials(here, capsys):
+    assert main(["eval", "name=cram", *FEW]) == 0
+    found = (here / "runs/cram/eval").rglob("acceptability.seed0.json")
+    before = {p: p.stat().st_mtime_ns for p in found}
+    capsys.readouterr()
+    assert main(["eval", "name=cram", *FEW, "eval.trials=2"]) == 0
+    assert "2 trials" in capsys.readouterr().out
+    assert before and all(p.stat().st_mtime_ns == t for p, t in before.items())
 
 
-def test_dry_run_keeps_nothing(tmp_path, texts):
-    dry = cramnb(
-        "pretrain", "data=files", f"data.files={texts}", *SMALL, "dryrun=True", cwd=tmp_path
-    )
-    assert dry.returncode == 0 and "2 updates" in dry.stdout and not (tmp_path / "runs").exists()
+def test_a_run_with_another_recipe_is_not_mixed_up(here, done, capsys):
+    assert main(["pretrain", "name=cram", *done[2], "train.lr=1e-3", "data.seq_length=64"]) == 2
+    told = capsys.readouterr().err
+    assert "train.lr was 0.016 and is now 0.001" in told and "fresh=True" in told
+    assert "data.seq_length was 32 and is now 64" in told
+    assert main(["eval", "name=nobody"]) == 2 and "nobody" in capsys.readouterr().err
+
+
+def test_dry_run_keeps_nothing(here, done, capsys):
+    before = sorted((here / "runs").iterdir())
+    assert main(["pretrain", *done[2], "dryrun=True"]) == 0
+    assert "2 updates" in capsys.readouterr().out and sorted((here / "runs").iterdir()) == before
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_run_goes_on_where_it_was(how, tmp_path, texts):
-    words = [
-        "pretrain",
-        "name=long",
-        "data=files",
-        f"data.files={texts}",
-        *SMALL,
-        "train.progress=updates",
-        "train.max_updates=60",
-        "impl.save_every=0.01",
-    ]
-    run = start(*words, cwd=tmp_path)
-    folder = tmp_path / "runs/long"
-    wait_for(lambda: updates(folder) >= 20)
+def test_a_stopped_run_goes_on_where_it_was(how, here, done, tmp_path, capsys):
+    name = f"name=long{int(how)}"
+    words = ["pretrain", name, *done[2], "train.max_updates=300"]
+    run, folder = start(*words, cwd=here), here / "runs" / name[5:]
+    wait_for(lambda: len(list(folder.glob("checkpoints/update_????????"))) >= 2, run)
     run.send_signal(how)
-    began = time.monotonic()
     out, err = run.communicate(timeout=60)
-    if how != signal.SIGKILL:
-        assert run.returncode == 0 and time.monotonic() - began < 60
-        assert (
-            "checkpoint is saved" in err
-            and "Continue with: cramnb pretrain name=long" in err
-            and "Traceback" not in err
-        )
     assert not (folder / "pretrain.json").exists()
-    if how == signal.SIGTERM:  # another recipe is not mixed with it
-        other = cramnb(*words, "train.lr=1e-3", "arch.hidden_size=64", cwd=tmp_path)
-        assert (
-            other.returncode == 2
-            and "train.lr was 0.016 and is now 0.001" in other.stderr
-            and "arch.hidden_size was 128 and is now 64" in other.stderr
-            and "fresh=True" in other.stderr
-        )
-    if how == signal.SIGINT:  # the disk has spoilt the newest
-        there = sorted((folder / "checkpoints").glob("update_*"))
-        assert len(there) >= 2
-        os.truncate(there[-1] / "optimizer.safetensors", 1000)
-    again = cramnb(*words, cwd=tmp_path)
-    if how == signal.SIGINT:
-        assert f"{there[-1].name} is damaged" in again.stdout
-    assert again.returncode == 0, again.stderr
-    rows = [
-        json.loads(line)["update"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert (
-        rows == list(range(1, 61))
-        and json.loads((folder / "pretrain.json").read_text())["tokens"] == 60 * 32 * 128
-    )
-    assert "Going on at" in again.stdout
+    if how != signal.SIGKILL:
+        assert run.returncode == 0 and "checkpoint is saved" in err and "Traceback" not in err
+        assert f"Continue with: cramnb pretrain {name}" in err
+    newest = sorted((folder / "checkpoints").glob("update_????????"))[-1]
+    if how == signal.SIGINT:  # the disk has spoilt it
+        os.truncate(newest / "optimizer.safetensors", 1000)
+    capsys.readouterr()
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Going on at" in out
+    assert (f"{newest.name} is damaged" in out) == (how == signal.SIGINT)
+    assert [r["update"] for r in rows(folder)] == list(range(1, 301))
+    assert json.loads((folder / "pretrain.json").read_text())["tokens"] == 300 * 16 * 32
     if how == signal.SIGTERM:
-        afresh = cramnb(*words, "fresh=True", "train.max_updates=3", cwd=tmp_path)
-        assert (
-            afresh.returncode == 0
-            and "Going on at" not in afresh.stdout
-            and len((folder / "metrics.jsonl").read_text().splitlines()) == 3
-        )
+        assert main([*words, "fresh=True", "train.max_updates=3"]) == 0
+        assert "Going on at" not in capsys.readouterr().out and len(rows(folder)) == 3
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_preemption_while_preparing_and_while_scoring(how, tmp_path, texts):
-    run = start("data", "data.max_megabytes=8", cwd=tmp_path)
-    wait_for(lambda: list(tmp_path.glob("corpora/*.partial")))
-    run.send_signal(how)
-    out, err = run.communicate(timeout=120)
-    assert run.returncode == 0 and "Continue with: cramnb data" in err and "Traceback" not in err
-    words = [
-        "cram",
-        "data=files",
-        f"data.files={texts}",
-        *SMALL,
-        "eval.epochs=5",
-        "eval.max_train_examples=0",
-    ]
+@pytest.mark.parametrize(
+    "how, words, seen",
+    [
+        (signal.SIGINT, ["data", "data.max_megabytes=8"], "corpora/*.partial"),
+        (signal.SIGTERM, ["cram", "eval.epochs=50", "eval.max_train_examples=0"], "runs/*/eval/*"),
+    ],
+)
+def test_ctrl_c_and_preemption_while_preparing_and_while_scoring(how, words, seen, done, tmp_path):
+    if words[0] == "cram":
+        words = ["cram", *done[2], *words[1:], "train.max_updates=2"]
     run = start(*words, cwd=tmp_path)
-    wait_for(lambda: list(tmp_path.glob("runs/cram/eval/*")))
+    wait_for(lambda: list(tmp_path.glob(seen)), run)
     run.send_signal(how)
-    out, err = run.communicate(timeout=120)
-    assert (
-        run.returncode == 0
-        and "Continue with: cramnb cram name=cram" in err
-        and "Traceback" not in err
-    )
-    again = cramnb(*words, "name=cram", "eval.epochs=1", "eval.max_train_examples=60", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 0 and f"Continue with: cramnb {words[0]}" in err, err
+    assert "Traceback" not in err
 
 
-def test_the_same_command_on_real_data(tmp_path):
-    data = beside("data")
-    done = cramnb(
-        "cram",
-        "data=files",
-        "data.max_megabytes=2",
-        "data.vocab_size=2000",
-        "eval=GLUE_sane",
-        "eval.tasks=cola,rte",
-        "budget=5s",
-        "eval.epochs=1",
-        "eval.max_train_examples=64",
-        "train.eval_rows=64",
-        cwd=tmp_path,
-        CRAMNB_DATA=str(data),
-    )
-    assert done.returncode == 0, done.stderr
-    assert (
-        "| cola | matthews |" in done.stdout
-        and "| rte | accuracy |" in done.stdout
-        and "Mean of 2" in done.stdout
-    )
+def test_the_same_command_on_real_data(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CRAMNB_DATA", str(beside("data")))
+    monkeypatch.chdir(tmp_path)
+    words = "data=files data.max_megabytes=2 train.max_updates=12 eval=GLUE_sane"
+    tasks = ["eval.tasks=cola,rte", *SMALL[-3:]]
+    assert main(["cram", *words.split(), *SMALL, *tasks]) == 0
+    out = capsys.readouterr().out
+    assert "| cola | matthews |" in out and "| rte | accuracy |" in out and "Mean of 2" in out
 
 
 def planned(words, **world):

@@ -343,35 +343,6 @@ def test_nothing_is_written_beside_a_foreign_model(done, tmp_path, capsys):
     )
 
 
-def test_damaged_files_of_a_run_are_one_line(done, tmp_path, capsys):
-    import shutil
-
-    folder, words = done
-    base = tmp_path / "runs"
-    words = [*[w for w in words if not w.startswith("base_dir")], f"base_dir={base}"]
-    for file in (
-        "recipe.json",
-        "pretrain.json",
-        "metrics.jsonl",
-        "tracking.json",
-        "model/config.json",
-        "model/tokenizer.json",
-        "model/tokenizer_config.json",
-    ):
-        for text in ("", "[]", "{", '{"a": 1}', "null", "\x00\x01"):
-            shutil.rmtree(base, ignore_errors=True)
-            shutil.copytree(folder / "runs/mine", base / "mine")
-            (base / "mine/report.md").unlink()
-            (base / "mine" / file).write_text(text)
-            for command in (
-                ["pretrain", "name=mine", *words],
-                ["eval", "name=mine", *words, *EVAL, "dryrun=True"],
-                ["runs", f"base_dir={base}"],
-            ):
-                assert main(command) in (0, 2), (file, text, command[0])
-                assert len(capsys.readouterr().err.splitlines()) < 12
-
-
 def test_the_command_that_lists_answers_at_once(done):
     import time
 

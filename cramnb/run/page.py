@@ -70,7 +70,7 @@ def _kind(
         return 'running', state + late
     if state.startswith('unfinished'):
         return 'died', f'{state}: its process has ended. The command that began it goes on'
-    return ('damaged' if state.startswith('damaged') else 'ended'), state
+    return ('ended' if state in ('finished', 'scored') else 'damaged'), state
 
 # %% ../../nbs/library/run/page.ipynb #f14aa016
 _FORMS = dict(

@@ -32,6 +32,8 @@ from cramnb.core import (
     write_json,
     fingerprint,
     Damaged,
+    OtherVersion,
+    read_bytes,
     decode,
     record,
 )
@@ -46,7 +48,7 @@ def read_log(
 ) -> list[dict]:  # one row an update, in order
     "Read a log that another process may be writing; `null` losses are NaN again."
     rows = {}
-    for line in path.read_text('utf-8', 'replace').splitlines() if path.exists() else []:
+    for line in read_bytes(path).decode('utf-8', 'replace').splitlines() if path.exists() else []:
         # no row: the machine died while it wrote this line
         with suppress(Damaged):
             row = decode(line, dict[str, int | float | None], path)
@@ -134,7 +136,8 @@ def read_recipe(folder: Path) -> Recipe:
     try:
         return check(recipe)
     except CramError as e:
-        raise CramError(f"{path} is no recipe of this version ({e}) {remedy}") from None
+        why = f"{path} belongs to another version of cramnb ({e})"
+        raise OtherVersion(f"{why} Use that version, or another name.") from None
 
 # %% ../../nbs/library/run/runs.ipynb #3f48e599
 def _empty(folder):
@@ -242,6 +245,9 @@ def _touched(folder):
             times.append(path.stat().st_mtime)
     return max(times)
 
+# %% ../../nbs/library/run/runs.ipynb #b128bc1f
+_TROUBLE = {OtherVersion: 'of another version', Damaged: 'damaged', CramError: 'unreadable'}
+
 # %% ../../nbs/library/run/runs.ipynb #f16state
 def run_state(
     folder: Path,  # of a run
@@ -255,8 +261,12 @@ def run_state(
         except FileNotFoundError:
             files[name] = {}
         except CramError as e:
-            files[name] = 'damaged' if isinstance(e, Damaged) else 'unreadable'
-    rows = read_log(folder / 'metrics.jsonl')
+            kind = next(k for k in _TROUBLE if isinstance(e, k))
+            files[name] = _TROUBLE[kind]
+    try:
+        rows = read_log(folder / 'metrics.jsonl')
+    except CramError:
+        rows, files['metrics.jsonl'] = [], 'unreadable'
     out = dict(loss=None, heldout=None, tokens=None, device_name=None, mean=None)
     for row in rows:
         out |= {k: row[k] for k in ('heldout', 'tokens') if row.get(k) is not None}
