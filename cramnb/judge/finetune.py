@@ -1,7 +1,7 @@
 """From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
 
-One fine-tuning of one task. `encode` makes rows of ids, `load_classifier` puts a fresh head on a
-pretrained encoder, `train_classifier` takes the steps, `predict` answers, and `run_trial` does
+One fine-tuning of one task. `encode_rows` makes rows of ids, `load_classifier` puts a fresh head on
+a pretrained encoder, `train_classifier` takes the steps, `predict` answers, and `run_trial` does
 all of it from one seed and returns a `Trial` with every metric and the baseline. One set of
 hyper-parameters serves all tasks, five epochs at most, and the last epoch counts.
 

@@ -504,6 +504,9 @@ def _are_values(labels, metric, label_column):
 def _classes(tags, rows, label_column):
     "Names of the classes, numbers in their order before words. Raises CramError."
     names = {str(t) for t in tags}
+    odd = [n for n in names if not _is_text(n)]
+    if odd:
+        raise CramError(f"eval.files: {label_column} holds {_short(odd[0])}, which is no text.")
     numbers = [n for n in names if _number_of(n) is not None]
     if not 2 <= len(names) <= max(20, rows // 2):
         problem = (
