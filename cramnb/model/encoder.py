@@ -115,7 +115,7 @@ class Embeddings(nn.Module):
 # %% ../../nbs/library/model/encoder.ipynb #48bd0d8a
 ACTIVATIONS = dict(gelu=F.gelu, relu2=lambda x: F.relu(x).square(), geglu=F.gelu, swiglu=F.silu)
 
-
+# %% ../../nbs/library/model/encoder.ipynb #ff831f53
 class MLP(nn.Module):
     "Widen, bend, narrow. A gate halves the width, so the second matrix is half as large."
 
@@ -191,7 +191,7 @@ def init_matrix(
 # %% ../../nbs/library/model/encoder.ipynb #314ea063
 CHOICES = [f.name for f in fields(Arch) if f.name not in ('model_type', 'type_vocab_size')]
 
-
+# %% ../../nbs/library/model/encoder.ipynb #1ae71f18
 class CrammedBertConfig(PreTrainedConfig):
     "Sizes and switches, named as in `Arch`. Raises CramError for what no model can be built from."
 

@@ -224,7 +224,7 @@ _PACKED = {
     'pytorch-flash-attention': ['Wqkv.', 'flash_mha.Wqkv.', 'attn.in_proj_'],
 }
 
-
+# %% ../../nbs/library/model/original.ipynb #7da77034
 def sources(
     name: str,  # of one of our parameters
     config: CrammedBertConfig,  # of our model
