@@ -8,11 +8,11 @@ from cramnb.run.watch import Log
 
 SUMMARY = dict(  # of pretrain.json
     dict.fromkeys("first_heldout loss heldout unigram seconds epochs flops".split(), 1.5),
-    **dict.fromkeys("updates tokens skipped parameters microbatch_size".split(), 7),
+    **dict.fromkeys("updates tokens skipped parameters".split(), 7),
     **dict.fromkeys("tflops peak_share memory_gb energy_kwh".split()),
-    **dict.fromkeys("corpus torch attn_implementation model".split(), "x"),
+    **dict.fromkeys("corpus torch model".split(), "x"),
     **dict(tokens_per_second=10.0, device="cpu", device_name="1 CPU thread"),
-    **dict(precision="float32", on="cpu"),
+    way=dict(device="cpu"),
 )
 SCORES = dict(  # of glue.json
     dict(checkpoint="model", protocol={}, precision="float32", rules="within the rules"),
