@@ -181,7 +181,7 @@ def test_a_mistake_at_the_door_is_one_line(wrong, told, corpus, tmp_path, monkey
 
 
 def test_a_model_of_another_vocabulary_is_refused(corpus, tmp_path):
-    model = build_model(ARCH, vocab_size=601)
+    model = build_model(ARCH, 601)
     with pytest.raises(CramError, match="build_model"):
         Trainer(model, corpus, TRAIN, folder=tmp_path / "a")
 
