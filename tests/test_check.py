@@ -242,8 +242,8 @@ def test_a_new_file_has_every_name_and_is_never_written_over(mine, capsys):
         (None, "no such file"),
         ("def f(:", "line 1"),
         ("\0", "Python"),
-        ("x = 1\nimport nowhere_at_all", "line 2"),
-        ("import os\nos._exit(3)", "ends"),
+        ("SPECIAL = 1\nimport nowhere_at_all", "line 2"),
+        ("import os\nSPECIAL = os._exit(3)", "ends"),
     ],
 )
 def test_what_is_no_program_is_a_mistake(text, why, mine, capsys):

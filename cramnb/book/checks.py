@@ -86,6 +86,8 @@ def _short(x):
     "A value in a few words."
     if isinstance(x, Tensor | np.ndarray) and x.ndim:
         return f'{type(x).__name__} of shape {_sizes(x)}'
+    if isinstance(x, float):
+        return f'{x:.6g}'
     return 'nothing' if x is None else repr(x) if len(repr(x)) < 70 else f'{repr(x)[:66]} …'
 
 # %% ../../nbs/library/book/checks.ipynb #200ce51b
