@@ -4,8 +4,6 @@ import ast
 import inspect
 import math
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 from cramnb import mini
-from cramnb.book.check import asked, check, judge, write_new
+from cramnb.book.check import asked, check, judge
 from cramnb.cli import main
 
 NAMES = [name for names in asked().values() for name in names]
@@ -65,3 +63,192 @@ def ignoring(function, parameter):
         return function(*bound.args, **bound.kwargs)
 
     return call
+
+
+# --- one name wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mini_is_as_asked(name):
+    assert told(name, getattr(mini, name)) == ""
+
+
+IN_PLACE = ("adamw_step", "muon_step", "step")  # they return nothing
+VALUES = [n for n in FUNCTIONS if n not in (*IN_PLACE, "train", "save", "main", "read_documents")]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_zeros_nan_and_nothing_are_found(name):
+    function = getattr(mini, name)
+    for how in (zeros, nan, nothing):
+        assert told(name, lambda *a, **k: spoilt(function(*a, **k), how)), how.__name__
+
+
+@pytest.mark.parametrize("name", [*IN_PLACE, "train", "save"])
+def test_what_does_nothing_is_found(name):
+    assert told(name, lambda *a, **k: []).startswith(name)
+
+
+ARGUMENTS = [
+    (name, parameter)
+    for name in FUNCTIONS
+    for parameter in inspect.signature(getattr(mini, name)).parameters
+    if name not in ("read_documents", "train", "prepare", "main", "mean_loss")  # these are slow
+]
+
+
+@pytest.mark.parametrize("name, parameter", [*ARGUMENTS, ("train", "passes")])
+def test_an_ignored_argument_is_found(name, parameter):
+    assert told(name, ignoring(getattr(mini, name), parameter))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("how", [zeros, nan, torch.Tensor.detach])
+def test_a_module_without_values_or_gradients_is_found(name, how):
+    class Wrong(getattr(mini, name)):
+        def forward(self, *inputs):
+            return how(super().forward(*inputs))
+
+    assert told(name, Wrong)
+
+
+def interleaved(x):
+    T, K = x.shape[-2:]
+    angle = torch.arange(T)[:, None] * 10_000.0 ** (-torch.arange(0.0, K, 2) / K)
+    a, b = x[..., ::2], x[..., 1::2]
+    parts = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    return torch.stack(parts, dim=-1).flatten(-2)
+
+
+def without_the_last(rows, vocab_size, generator, probability=0.25):
+    hidden = torch.cat([rows[:, :-1], torch.zeros_like(rows[:, :1])], dim=1)
+    ids, labels, columns = mini.mask_rows(hidden, vocab_size, generator, probability)
+    ids[:, -1] = rows[:, -1]
+    return ids, labels, columns
+
+
+def decaying(model, states, factor=1.0):
+    mini.step(model, states, factor)
+    for p in model.parameters():
+        p.data *= 1 - 0.016 * 0.01
+
+
+def counting(x, warmup=0.02, cooldown=0.6, calls=[]):  # noqa: B006 - the mistake itself
+    calls.append(x)
+    return max(0.0, 1 - len(calls) / 1000)
+
+
+def without_random_state(path, model):
+    before = torch.get_rng_state()
+    run = mini.load(path, model)
+    torch.set_rng_state(before)
+    return run
+
+
+class Untied(mini.MaskedLM):
+    def __init__(self, V, **sizes):
+        super().__init__(V, **sizes)
+        self.decoder.weight = torch.nn.Parameter(self.decoder.weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    "name, wrong, why",
+    [
+        ("turned", interleaved, "neighbours"),
+        ("mask_rows", without_the_last, "never hides column 39"),
+        ("step", decaying, "decays"),
+        ("height", counting, "again"),
+        ("load", without_random_state, "random"),
+        ("MaskedLM", Untied, "table"),
+    ],
+)
+def test_a_classic_mistake_is_named(name, wrong, why):
+    sentence = told(name, wrong)
+    assert name in sentence and why in sentence, sentence
+
+
+# --- a whole file, in its own process
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    "A folder to work in, and a way to write my_bert.py there."
+    monkeypatch.chdir(tmp_path)
+    return lambda text: Path("my_bert.py").write_text(text, encoding="utf-8")
+
+
+def part(*names) -> str:
+    "These definitions of mini, with its imports."
+    tree = ast.parse(SOURCE)
+    kept = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or getattr(node, "name", "") in names
+        or isinstance(node, ast.Assign)
+        and node.targets[0].id in names
+    ]
+    return ast.unparse(ast.Module(kept, []))
+
+
+def test_mini_itself_passes_and_leaves_no_foreign_lines(mine, capfd):
+    noise = (
+        "import os, sys, warnings\nprint('noise')\nwarnings.warn('noise')\nos.system('echo noise')"
+    )
+    mine(SOURCE + f"\n{noise}\nprint('noise', file=sys.stderr)\n")
+    assert main(["check", "my_bert.py"]) == 0
+    out, err = capfd.readouterr()
+    want = [f"{chapter}: {len(names)} of {len(names)}" for chapter, names in asked().items()]
+    assert out.splitlines() == want and not err
+    assert os.listdir() == ["my_bert.py"]
+
+
+def test_missing_misspelt_broken_and_endless_are_one_line_each(mine):
+    text = part("SPECIAL", "pack_rows", "rows_at", "generator_at", "batch_at")
+    text = text.replace("def rows_at(", "def row_at(").replace("rows_at(number", "row_at(number")
+    text += "\ndef turned(x):\n    while True: pass\ndef attend(q, k, v):\n    return q / 0 / no\n"
+    mine(text + "class Block:\n    def __init__(self, *a):\n        raise SystemExit\n")
+    lines, began = [], time.monotonic()
+    assert check("my_bert.py", limit=3, say=lines.append) is False
+    assert time.monotonic() - began < 60
+    told = {line[:2]: line for line in lines}
+    assert len(lines) == 6, "no chapter after the last one that is begun"
+    assert "row_at" in told["03"] and "1 of 2" in told["03"]
+    assert "mask_rows is missing" in told["04"] and "batch_at" not in told["04"]
+    assert "turned" in told["05"] and "3 s" in told["05"]
+    assert "Block: SystemExit in line" in told["06"]
+
+
+def test_a_new_file_has_every_name_and_is_never_written_over(mine, capsys):
+    for words in (["--new", "my_bert.py"], ["new=other.py"]):
+        assert main(["check", *words]) == 0
+    text = Path("my_bert.py").read_text(encoding="utf-8")
+    assert text == Path("other.py").read_text(encoding="utf-8")
+    space = {}
+    exec(compile(text, "my_bert.py", "exec"), space)
+    for name in FUNCTIONS:
+        same = inspect.signature(getattr(mini, name)) == inspect.signature(space[name])
+        assert same and space[name].__doc__ == getattr(mini, name).__doc__, name
+    assert set(NAMES) <= set(space)
+    assert main(["check", "my_bert.py"]) == 1
+    mine("mine")
+    assert main(["check", "--new", "my_bert.py"]) == 2
+    assert Path("my_bert.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        (None, "no such file"),
+        ("def f(:", "line 1"),
+        ("\0", "Python"),
+        ("SPECIAL = 1\nimport nowhere_at_all", "line 2"),
+        ("import os\nSPECIAL = os._exit(3)", "ends"),
+    ],
+)
+def test_what_is_no_program_is_a_mistake(text, why, mine, capsys):
+    if text is not None:
+        mine(text)
+    assert main(["check", "my_bert.py"]) == 2
+    err = capsys.readouterr().err
+    assert why in err and err.count("\n") == 1, err

@@ -86,6 +86,8 @@ def _short(x):
     "A value in a few words."
     if isinstance(x, Tensor | np.ndarray) and x.ndim:
         return f'{type(x).__name__} of shape {_sizes(x)}'
+    if isinstance(x, float):
+        return f'{x:.6g}'
     return 'nothing' if x is None else repr(x) if len(repr(x)) < 70 else f'{repr(x)[:66]} …'
 
 # %% ../../nbs/library/book/checks.ipynb #200ce51b
@@ -147,7 +149,8 @@ def _given():
         tokenizer=_tokenizer(80), small_tokenizer=_tokenizer(0),
         ids=[[7, 8, 9, 3], [5, 3], [], list(range(300, 310)), [60_000, 3]],
         q=q, k=k, v=v, x=x, tokens=tokens, columns=torch.tensor([[0, 3], [5, 2]]), sizes=sizes,
-        model=_model(), batches=_batches(), rows=np.arange(360, dtype=np.uint16).reshape(30, 12) % 41,
+        model=_model(), batches=_batches(),
+        rows=np.arange(5, 365, dtype=np.uint16).reshape(30, 12) % 41,
     )  # fmt: skip
 
 
@@ -308,6 +311,9 @@ def _learn_tokenizer(my):
             told = f'learn_tokenizer(documents, {size}) cuts {text[:20]!r}… into {len(mine)} tokens'
             ask(abs(len(mine) - len(asked)) < 4, f'{told}, about {len(asked)} are asked')
         same(got.encode('Café').tokens, got.encode('cafe').tokens, "tokens of 'Café'")
+    other = my.learn_tokenizer(['a zebra, a quiz'] * 9, 60)
+    told = 'learn_tokenizer does not know a word of the documents that it was given'
+    ask('[UNK]' not in other.encode('zebra quiz').tokens, told)
 
 # %% ../../nbs/library/book/checks.ipynb #c7c9853b
 @_specially
@@ -324,6 +330,7 @@ def _rows_at(my):
     for start, size in ((3, 4), (10, 5), (9, 20)):
         what = f'rows_at({start}, {size}, {n})'
         same(list(my.rows_at(start, size, n)), stream[start : start + size], what)
+    same(sorted(my.rows_at(0, 7, 7)), list(range(7)), 'sorted(rows_at(0, 7, 7))')
     other = list(my.rows_at(0, n, n, seed=1))
     ask(other != epochs[0], 'rows_at: seed=1 gives the same order as seed=0')
 
@@ -415,7 +422,10 @@ def _batch_at(my):
         originals(0, 8) + originals(1, 8) == stream[:16],
         'batch_at: microbatch 1 of 8 rows is not the rows after microbatch 0',
     )
-    one, two = (my.batch_at(n, rows[:1], 500, 1)[2] for n in (0, 1))
+    ids, labels, _ = my.batch_at(0, rows[3:4], 500, 1)
+    same(torch.where(labels == -100, ids, labels)[0].tolist(), list(whole[3]), 'batch_at: labels')
+    largest = my.batch_at(0, rows % 20 + 5, 30, 24)[0].max().item()
+    ask(largest < 30, f'batch_at(0, rows, 30, 24) gives token {largest}, 29 is the last one')
     many = [my.batch_at(n, rows[:1], 500, 1)[2] for n in range(4)]
     ask(not all(torch.equal(many[0], x) for x in many), 'batch_at masks each microbatch alike')
     same(my.batch_at(1, rows, 500, 8)[0], my.batch_at(1, rows, 500, 8)[0], 'batch_at twice')
@@ -466,18 +476,22 @@ def _fixed_batches(my):
     ask(asked == 3, f'fixed_batches asks {asked} of 20 tokens, 3 are asked')
     again = my.fixed_batches(rows, 90)
     ask(torch.equal(got[1][0], again[1][0]), 'fixed_batches masks anew when it is called again')
+    few = my.fixed_batches(rows[:60] % 4 + 5, 9)
+    told = 'fixed_batches of 60 rows with a vocabulary of 9: their number, and the largest token'
+    largest = max(b[0].max().item() for b in few)
+    same([sum(len(b[0]) for b in few), largest], [60, 8], told)
     shown = torch.cat([torch.where(b[1] == -100, b[0], b[1]) for b in got])
     same(shown, torch.from_numpy(rows[:512].astype(np.int64)), 'fixed_batches: rows')
 
 # %% ../../nbs/library/book/checks.ipynb #97c34c99
-def _back(load=None, save=None):
-    "A model with a run of two updates, saved by one pair and loaded into a fresh model."
+def _back(load, save, updates):
+    "A model and its run after some updates, saved by one and loaded by the other."
     model, states = _model(), {}
-    for batch in _batches()[:2]:
+    for batch in _batches()[:updates]:
         mini.loss_of(model, batch).backward()
         mini.step(model, states)
         model.zero_grad()
-    run = dict(updates=2, elapsed=1.25, states=states)
+    run = dict(updates=updates, elapsed=1.25 * updates, states=states)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'checkpoint.safetensors'
         torch.manual_seed(6)
@@ -494,13 +508,14 @@ def _back(load=None, save=None):
 
 def _resumed(load, save, who):
     "Weights, averages, place and random numbers come back as they were."
-    model, run, draws, fresh, back, drawn = _back(load, save)
-    ask(isinstance(back, dict), f'{who}: load gives {_short(back)}, the run is asked')
-    for name, p in model.named_parameters():
-        same(fresh.get_parameter(name).detach(), p.detach(), f'{who}: {name}', 0.0)
-    same(back, run, f'{who}: run', 0.0)
-    ask(torch.equal(draws, drawn), f'{who}: random numbers do not go on where they were')
-    ask(fresh.decoder.weight is fresh.model.embeddings.word_embeddings.weight, f'{who}: untied')
+    for updates in (2, 1):
+        model, run, draws, fresh, back, drawn = _back(load, save, updates)
+        ask(isinstance(back, dict), f'{who}: load gives {_short(back)}, the run is asked')
+        for name, p in model.named_parameters():
+            same(fresh.get_parameter(name).detach(), p.detach(), f'{who}: {name}', 0.0)
+        same(back, run, f'{who}: run', 0.0)
+        ask(torch.equal(draws, drawn), f'{who}: random numbers do not go on where they were')
+        ask(fresh.decoder.weight is fresh.model.embeddings.word_embeddings.weight, f'{who}: untied')
 
 
 @_specially
@@ -528,19 +543,18 @@ def _prose():
 
 @_specially
 def _prepare(my):
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / 'a.txt').write_text(_prose())
-        got, want = (
-            f(folder, Path(folder) / f'run{i}') for i, f in enumerate((my.prepare, mini.prepare))
-        )
-        ask(len(got) == 3, 'prepare gives a tokenizer, rows and held-out rows')
-        for name, one, other in zip(('rows', 'held-out rows'), got[1:], want[1:]):
-            ask(
-                one.shape == other.shape,
-                f'prepare: {name} of shape {one.shape}, {other.shape} is asked',
-            )
-        (Path(folder) / 'a.txt').unlink()
-        same(my.prepare(folder, Path(folder) / 'run0')[1], got[1], 'prepare, called again: rows')
+    with tempfile.TemporaryDirectory() as top:
+        for part in (1, 2):
+            folder, runs = Path(top) / f'{part}', [Path(top) / f'{who}{part}' for who in 'ab']
+            folder.mkdir()
+            (folder / 'a.txt').write_text('letter ' * 99 * part + _prose())
+            got = my.prepare(str(folder), runs[0])
+            want = mini.prepare(str(folder), runs[1])
+            ask(len(got) == 3, 'prepare gives a tokenizer, rows and held-out rows')
+            same(list(got[1:]), list(want[1:]), 'prepare(folder, where)[1:]')
+            (folder / 'a.txt').unlink()
+            again = my.prepare(str(folder), runs[0])
+            same(list(again[1:]), list(got[1:]), 'prepare, called again: rows')
 
 
 @_specially
