@@ -57,3 +57,14 @@ def test_texts_are_one_corpus_however_often_they_are_given(made, tmp_path):
     again = Corpus.from_texts(iter(TEXTS), corpus.folder.parent, **OPTIONS)
     assert again.folder == corpus.folder and again.card["data"] == corpus.card["data"]
     assert fit(again, done.folder).summary == done.summary
+
+
+def test_a_finished_run_is_not_handed_out_for_other_text(tmp_path):
+    file = tmp_path / "texts.txt"
+    for n in (300, 400):  # the same words for the corpus, other text in its file
+        file.write_text("\n\n".join(TEXTS[:n]))
+        corpus = Corpus.from_files(file, tmp_path / "corpora", **OPTIONS)
+        if n == 300:
+            fit(corpus, tmp_path / "a")
+    with pytest.raises(CramError, match="another corpus"):
+        fit(corpus, tmp_path / "a")
