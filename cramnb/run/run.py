@@ -460,8 +460,10 @@ class Trainer:
             if not done:
                 summary = _train(recipe, self.model, self.corpus, world, progress, say)
         if done:
-            say(f"{folder} is trained already: give another folder, or fresh=True to start over.")
             summary = read_json(folder / 'pretrain.json', Summary)
+            if summary['corpus'] != self.corpus.fingerprint:
+                raise CramError(f"{folder} was trained on another corpus: give another folder.")
+            say(f"{folder} is trained already: give another folder, or fresh=True to start over.")
             self.model.load_state_dict(load(folder)[0].state_dict())
         self.model.eval()
         return Trained(folder, recipe, summary)

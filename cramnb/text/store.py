@@ -27,7 +27,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from html import escape
 from itertools import chain
@@ -879,13 +879,15 @@ class Corpus:
         **options,  # fields of `Data`: vocab_size, seq_length and so on
     ) -> 'Corpus':
         "Build a corpus of texts, or find it built. Raises CramError for what is no text."
-        folder = Path(os.path.expanduser(folder))
+        folder, data = Path(os.path.expanduser(folder)), _options(source='files', **options)
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with tempfile.TemporaryDirectory(prefix='texts-', dir=folder) as scratch:
                 file = Path(scratch, 'texts.jsonl')
                 _write_texts(texts, file)
-                return cls.build(_options(source='files', files=str(file), **options), folder)
+                # named by its content: a run finds its text again, and one text is kept once
+                kept = file.replace(folder / f'texts_{fingerprint(file)[:12]}.jsonl')
+            return cls.build(replace(data, files=str(kept)), folder)
         finally:
             with suppress(OSError):
                 folder.rmdir()  # where a mistake has left it empty
