@@ -25,7 +25,9 @@ from cramnb.train.checkpoint import (
     best_checkpoint,
     checkpoints,
     load_checkpoint,
+    restore,
     save_checkpoint,
+    take_tensors,
     verify,
 )
 from cramnb.model.mlm import build_model
@@ -321,6 +323,34 @@ def test_the_last_ones_and_the_best_stay(tmp_path):
     assert best_checkpoint(tmp_path).name == "update_00000006"
     with pytest.raises(CramError, match="no sound checkpoint"):
         best_checkpoint(tmp_path / "nothing")
+
+
+def test_where_nothing_was_measured_the_newest_is_the_best(tmp_path):
+    t = trainer()
+    saved = [save_checkpoint(tmp_path, go(t, update)) for update in (2, 4)]
+    assert best_checkpoint(tmp_path) == saved[-1]
+
+
+def test_a_run_that_goes_on_knows_its_checkpoint_and_the_losses_up_to_there(tmp_path):
+    t = trainer()
+    saved = save_checkpoint(tmp_path, go(t, 2), heldout=3.0)
+    save_checkpoint(tmp_path, go(t, 6), heldout=1.0)  # of a future that is to come again
+    restore(saved, t)
+    keep, written = CheckpointManager(tmp_path, t), (saved / "state.json").stat().st_mtime_ns
+    assert keep.is_best(2.0) and not keep.is_best(3.5)
+    assert keep() == saved and (saved / "state.json").stat().st_mtime_ns == written
+
+
+def test_the_averages_do_not_hang_on_the_file(tmp_path):
+    t = trainer()
+    saved = save_checkpoint(tmp_path, go(t, 2))
+    restore(saved, t := trainer(seed=1))
+    take_tensors(t.optimizer.state_dict(), tensors := {})
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    path = saved / "optimizer.safetensors"
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
 
 def test_without_keep_best_only_the_last_stay(tmp_path):

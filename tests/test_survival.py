@@ -111,15 +111,15 @@ def test_rows_that_a_full_disk_refused_follow_when_there_is_room(tmp_path):
 
 def test_a_run_outlives_a_limit_on_the_size_of_files(home, tmp_path):
     "The log outgrows it, weights do not: nothing but rows of the log is lost."
-    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
-    words = [*home, "arch.hidden_size=16", "train.max_updates=900", "impl.save_every=0.02"]
+    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (110_000, 110_000))
+    words = [*home, "arch.hidden_size=16", "train.max_updates=450", "impl.save_every=0.02"]
     run = start(*words, cwd=tmp_path, stdout=subprocess.PIPE, preexec_fn=small)
     out = run.communicate(timeout=300)[0]
     folder = tmp_path / "runs/run"
     assert run.returncode == 0 and (folder / "pretrain.json").exists(), out
     assert out.count("metrics.jsonl cannot be written (File too large)") == 1
-    assert (folder / "metrics.jsonl").stat().st_size == 150_000
-    assert [c.name for c in checkpoints(folder / "checkpoints")][-1] == "update_00000900"
+    assert (folder / "metrics.jsonl").stat().st_size == 110_000
+    assert [c.name for c in checkpoints(folder / "checkpoints")][-1] == "update_00000450"
 
 
 # --- going on
