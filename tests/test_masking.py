@@ -175,7 +175,7 @@ def test_nothing_reaches_across_a_special_token():
 
 
 def test_any_seed_is_possible():
-    draws = [torch.rand(2, generator=microbatch_generator(seed, 7)) for seed in (0, 1, 2**62)]
+    draws = [torch.rand(2, generator=microbatch_generator(seed, 7)) for seed in (0, 1, 2**50 + 5)]
     assert len({tuple(d.tolist()) for d in draws}) == 3
 
 
