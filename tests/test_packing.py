@@ -101,6 +101,9 @@ def test_packing_in_pieces_of_any_size_is_packing_at_once(seq_length, cls_id):
     rng = np.random.default_rng(seq_length)
     docs = [rng.integers(5, 900, size=n).tolist() for n in rng.integers(0, 200, size=90)]
     whole, rest = pack(docs, seq_length, cls_id)
+    body = whole if cls_id is None else whole[:, 1:]
+    assert whole.shape[1] == seq_length and (cls_id is None or (whole[:, 0] == cls_id).all())
+    assert [*body.reshape(-1), *rest] == sum(docs, [])
     for size in (1, 13, 89, 90):
         left, pieces = np.zeros(0, np.uint32), []
         for i in range(0, 90, size):
