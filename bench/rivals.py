@@ -215,7 +215,8 @@ def run_arm(
     folder: Path,  # for scraps
 ) -> dict:  # seconds of the processor, bytes at the peak, contents
     "Run one arm in a process of its own, on one thread. Raises CramError when it fails."
-    one = dict(OMP_NUM_THREADS='1', RAYON_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false')
+    one = dict.fromkeys(('OMP_NUM_THREADS', 'RAYON_NUM_THREADS', 'LOKY_MAX_CPU_COUNT'), '1')
+    one['TOKENIZERS_PARALLELISM'] = 'false'  # a helper that is not waited for has no seconds here
     program = 'import sys; from bench.rivals import arm_process; arm_process(*sys.argv[1:])'
     words = [sys.executable, '-c', program, which, str(files), str(folder)]
     done = subprocess.run(words, env={**os.environ, **one}, text=True, capture_output=True)

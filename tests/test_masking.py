@@ -10,6 +10,7 @@ from cramnb.text.masking import (
     mask_tokens,
     microbatch_generator,
     span_starts,
+    word_begins,
 )
 from cramnb.core import CramError
 
@@ -161,6 +162,22 @@ def test_words_are_hidden_whole_but_for_the_last(masking):
         assert len(cut) <= 1, "one word may be cut, to make the number exact"
         if cut:
             assert hidden[words == cut[0]][0], "and of it the beginning is hidden"
+
+
+def test_nothing_reaches_across_a_special_token():
+    "The pieces behind a [SEP] are a word of their own, and the sides of it share no span."
+    begins, _ = word_begins(torch.tensor([[10, 12, 3, 12, 15]]), 5, STARTS)
+    assert begins.tolist() == [[True, False, True, True, False]]
+    ids = torch.full((4000, 32), 10)
+    ids[:, 16] = 3
+    hidden = masked(ids, masking="span").labels != -100
+    assert (hidden[:, 15] & hidden[:, 17]).float().mean() < 0.1, "by chance 0.06; in one span 0.15"
+
+
+def test_any_seed_is_possible_and_no_two_runs_share_masks():
+    at = [(0, 7), (0, 8), (1, 7), (2**50 + 5, 7)]
+    draws = [torch.rand(2, generator=microbatch_generator(*place)) for place in at]
+    assert len({tuple(d.tolist()) for d in draws}) == 4
 
 
 def test_spans_have_the_lengths_of_the_paper():

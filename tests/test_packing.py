@@ -13,6 +13,7 @@ from cramnb.text.packing import (
     order_keys,
     pack,
     row_order,
+    stream_order,
     token_lengths,
     write_rows,
 )
@@ -100,6 +101,9 @@ def test_packing_in_pieces_of_any_size_is_packing_at_once(seq_length, cls_id):
     rng = np.random.default_rng(seq_length)
     docs = [rng.integers(5, 900, size=n).tolist() for n in rng.integers(0, 200, size=90)]
     whole, rest = pack(docs, seq_length, cls_id)
+    body = whole if cls_id is None else whole[:, 1:]
+    assert whole.shape[1] == seq_length and (cls_id is None or (whole[:, 0] == cls_id).all())
+    assert [*body.reshape(-1), *rest] == sum(docs, [])
     for size in (1, 13, 89, 90):
         left, pieces = np.zeros(0, np.uint32), []
         for i in range(0, 90, size):
@@ -202,6 +206,31 @@ def test_all_training_tokens_are_counted(corpus):
 def test_a_corpus_without_a_card_has_no_fingerprint(corpus):
     bare = Corpus(corpus.folder, corpus.rows, corpus.heldout, corpus.tokenizer, {})
     assert bare.fingerprint == "" and len(corpus.fingerprint) == 16 and bare.notices == []
+
+
+def test_rows_are_read_one_by_one_in_slices_and_in_any_order(tmp_path):
+    rows = np.random.default_rng(0).integers(0, 65536, size=(2000, 32))
+    write_rows(np.array_split(rows, 7), tmp_path / "r.arrow", 65536)
+    stored = Rows(tmp_path / "r.arrow")
+    assert (tmp_path / "r.arrow").stat().st_size <= 2.1 * rows.size and stored[7].dtype == np.uint16
+    index = np.random.default_rng(1).integers(-2000, 2000, size=300)
+    for i in (index, slice(10, 900), slice(None), 7, -1):
+        assert np.array_equal(stored[i], rows[i])
+    wide = np.full((3, 32), 70_000)
+    write_rows([wide], tmp_path / "w.arrow", 70_001)
+    assert np.array_equal(Rows(tmp_path / "w.arrow")[:], wide)
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_the_stream_goes_on_over_windows_and_epochs(shuffled):
+    n = 2 * BLOCK * WINDOW + 77
+    stream = stream_order(n, 0, 3 * n, 5, shuffled)
+    assert np.array_equal(np.sort(stream[n : 2 * n]), np.arange(n))
+    assert shuffled or np.array_equal(stream[n : 2 * n], np.arange(n))
+    for start, size in ((BLOCK * WINDOW - 3, 6), (n - 2, 5), (5, 2 * n + 9)):
+        assert np.array_equal(
+            stream_order(n, start, size, 5, shuffled), stream[start : start + size]
+        )
 
 
 def test_rows_that_cannot_be_written_whole_leave_nothing(tmp_path):

@@ -19,10 +19,8 @@ import zstandard
 from cramnb.core import CramError
 from cramnb.text import sources
 from cramnb.text.sources import Report, choose_files, find_files, read_file
-from cramnb.options import Data
-from cramnb.options import PRESETS, PROVENANCE
-from cramnb.recipe import RETIRED
-from cramnb.recipe import compose, preset
+from cramnb.options import Data, PRESETS, PROVENANCE
+from cramnb.recipe import RETIRED, compose, preset
 from cramnb.text.sources import LEAST, LONGEST, documents, hold_out, interleave, join_rows
 from cramnb.text.sources import mix_parts
 from cramnb.text.sources import read_hub, source_version, split_files, split_long
@@ -64,6 +62,7 @@ def table(docs, sep) -> bytes:
         ("a.json", lines(DOCS)),
         ("list.json", json.dumps([{"text": d} for d in DOCS], indent=1).encode()),
         ("a.jsonl.gz", gzip.compress(lines(DOCS))),
+        ("joined.jsonl.gz", gzip.compress(lines(DOCS[:2])) + gzip.compress(lines(DOCS[2:]))),
         ("renamed.jsonl", gzip.compress(lines(DOCS))),
         ("unpacked.jsonl.gz", lines(DOCS)),
         ("a.jsonl.zst", zstandard.compress(lines(DOCS))),
@@ -85,8 +84,6 @@ def test_every_kind_of_file_gives_the_same_documents(name, content, tmp_path):
 
 
 def test_parquet_reads_the_wanted_columns_only(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     pq.write_table(
         pa.table({"text": DOCS, "meta": [{"set": s} for s in "abab"], "junk": [b"\xff"] * 4}),
@@ -225,7 +222,6 @@ def test_nul_bytes_are_removed_and_counted(tmp_path):
     [
         ("photo.txt", bytes(range(256)) * 40, "not text in UTF-8"),
         ("latin.txt", ("Grüße aus Köln, für Ärzte und Bürger. " * 100).encode("latin1"), "iconv"),
-        ("wide.txt", "some text".encode("utf-16"), "UTF-16"),
         ("archive.jsonl", bz2.compress(random.Random(0).randbytes(3000)), "not text in UTF-8"),
         ("cut.jsonl.gz", gzip.compress(lines(DOCS) * 99)[:-20], "damaged or cut short"),
         ("cut.jsonl.zst", zstandard.compress(lines(DOCS) * 99)[:-20], "damaged or cut short"),
@@ -254,12 +250,10 @@ def test_a_file_one_may_not_read_is_named(tmp_path, monkeypatch):
         list(read_file(tmp_path / "secret.txt"))
 
 
-def test_a_document_of_100_megabytes_is_split_between_paragraphs(tmp_path):
-    import tracemalloc
-
+def test_a_document_of_20_megabytes_is_split_between_paragraphs(tmp_path):
     paragraph = "The ferry costs a coin, and nobody minds but the moles. " * 20
-    (tmp_path / "huge.jsonl").write_bytes(lines(["\n\n".join([paragraph] * 90_000), "small"]))
-    assert (tmp_path / "huge.jsonl").stat().st_size > 100e6
+    (tmp_path / "huge.jsonl").write_bytes(lines(["\n\n".join([paragraph] * 18_000), "small"]))
+    assert (tmp_path / "huge.jsonl").stat().st_size > 20e6
     report, sizes, ends = Report(), [], set()
     tracemalloc.start()
     for text, _ in documents(Data(source="files", files=str(tmp_path), heldout=0.02), report):
@@ -273,7 +267,7 @@ def test_a_document_of_100_megabytes_is_split_between_paragraphs(tmp_path):
         and report.counts["long_documents_split"] == 1
         and ends <= {".", "l"}
     )
-    assert sum(sizes) >= 90_000 * (len(paragraph) - 1) and peak < 700e6
+    assert sum(sizes) >= 18_000 * (len(paragraph) - 1) and peak < 140e6
 
 
 @pytest.mark.parametrize("mark", ["\n\n", "\n", ". ", " ", ""])
@@ -471,8 +465,6 @@ def test_the_mixed_preset_reads_both_its_sets(monkeypatch):
 
 
 def hub_folder(folder, config, docs):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     (folder / config / "train").mkdir(parents=True)
     for k in range(2):
@@ -543,8 +535,6 @@ def test_local_folders_in_the_hubs_layout_stream(tmp_path):
     ],
 )
 def test_a_copy_of_the_hubs_folders_streams_without_its_readme(name, place, tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     for where, words in (
         (
@@ -781,12 +771,6 @@ def test_utf16_is_called_so(encoding, tmp_path):
         list(read_file(tmp_path / "a.txt"))
 
 
-def test_joined_gzip_archives_are_read_to_the_end(tmp_path):
-    joined = gzip.compress(lines(DOCS[:2])) + gzip.compress(lines(DOCS[2:]))
-    (tmp_path / "a.jsonl.gz").write_bytes(joined)
-    assert list(read_file(tmp_path / "a.jsonl.gz")) == DOCS
-
-
 def test_reading_is_the_same_whatever_is_packed_and_counts_what_will_be_deleted(tmp_path):
     (tmp_path / "a.txt").write_text("word—another, don’t, straße, 日本")
     report, strict = Report(), Report()
@@ -894,8 +878,6 @@ def test_a_hub_folder_reads_nothing_outside_of_itself(name, tmp_path):
 
 @pytest.mark.parametrize("suffix", [b".txt", b".jsonl.gz", b".parquet"])
 def test_a_name_need_not_be_utf8(suffix, tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     plain = tmp_path / f"plain{suffix.decode()}"
     if suffix == b".parquet":

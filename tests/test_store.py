@@ -110,6 +110,15 @@ def test_a_fingerprint_names_rows_vocabulary_and_what_is_held_out(texts, corpus,
     assert len({c.fingerprint for c in (corpus, other, words, *found)}) == 5
 
 
+def test_a_corpus_is_found_again_and_place_alone_decides_a_batch(texts, corpus):
+    count = corpus.card["counts"]
+    assert count["tokens"] == count["rows"] * 64 + count["tokens_left"]
+    again = Corpus.build(small(texts), corpus.folder.parent, lambda *_: 1 / 0)
+    assert np.array_equal(again.rows[:], corpus.rows[:])
+    parts = [corpus.batch(i * 7, 7, 0) for i in range(100)]
+    assert np.array_equal(np.concatenate(parts), corpus.batch(0, 700, 0))
+
+
 # --- the card, and damage
 
 

@@ -28,14 +28,14 @@ from cramnb.options import Data
 from cramnb.text.tokenizer import train_tokenizer
 docs = json.load(sys.stdin)
 for kind in sys.argv[1:]:
-    tokenizer = train_tokenizer(docs, Data(tokenizer=kind), vocab_size=700)
+    tokenizer = train_tokenizer(docs, Data(tokenizer=kind), vocab_size=400)
     print(tokenizer.backend_tokenizer.to_str())
 """
 
 
 @pytest.fixture(scope="module")
 def docs(texts) -> list[str]:
-    return list(itertools.islice(read_file(texts), 300))
+    return list(itertools.islice(read_file(texts), 150))
 
 
 def test_a_vocabulary_is_the_same_to_the_last_byte(docs):
