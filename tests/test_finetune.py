@@ -66,7 +66,8 @@ def test_token_types_are_the_tokenizers_own(typed):
 
 
 def test_token_types_reach_the_models_that_know_them(checkpoint, bert, typed):
-    features = encode_rows(typed, [dict(a="one", b="two")], replace(TASKS["rte"], fields=("a", "b")), EV)
+    task = replace(TASKS["rte"], fields=("a", "b"))
+    features = encode_rows(typed, [dict(a="one", b="two")], task, EV)
     ours, theirs = (load_classifier(c, 2, EV) for c in (checkpoint, bert))
     logits = [
         ours(**_inputs(ours, typed, features, replace(EV, token_types=t))).logits for t in (False, True)
