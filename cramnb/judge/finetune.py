@@ -264,7 +264,8 @@ def run_trial(
         model = load_classifier(checkpoint, task.num_labels, ev, task.per_token).to(device)
         if attention != 'sdpa':  # which a model has by itself, where it can
             model.set_attn_implementation(attention)
-        features = encode_rows(tokenizer, splits['train'][: ev.max_train_examples or None], task, ev)
+        rows = splits['train'][: ev.max_train_examples or None]
+        features = encode_rows(tokenizer, rows, task, ev)
         if task.num_labels == 1 and ev.start_at_mean:
             _start_at_mean(model, features)
         loss = train_classifier(model, features, ev, seed, tokenizer, tick, precision)
