@@ -82,7 +82,9 @@ def test_masks_of_equal_seeds_are_equal():
 def test_logits_loss_and_gradients_are_equal(pair, batch):
     ours, small = pair
     logits = ours(batch.input_ids, masked_positions=batch.positions).logits
-    torch.testing.assert_close(small(batch.input_ids, batch.positions), logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        small(batch.input_ids, batch.positions), logits, rtol=1e-4, atol=1e-5
+    )
     a, b = train.mlm_loss(ours, batch), mini.loss_of(small, batch)
     assert a.item() == pytest.approx(b.item(), rel=1e-5)
     a.backward()
