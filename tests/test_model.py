@@ -86,7 +86,7 @@ def test_masked_lm_equals_the_original(attention):
         labels=want["labels"],
         masked_positions=want["masked_positions"].view(8, 32) % 128,
     ).loss
-    assert sparse.item() == pytest.approx(out.loss.item(), rel=1e-6)
+    assert sparse.item() == pytest.approx(out.loss.item(), rel=1e-5)
     sparse.backward()
     for name, norm in facts["grad_norms"].items():
         assert model.get_parameter(ours(name)).grad.norm().item() == pytest.approx(
@@ -218,7 +218,7 @@ def test_dense_sparse_and_chunked_losses_are_one(decoder_bias):
         p.data += 0.1 * torch.randn_like(p)
     (_, want, grads), *others = ways(model, b)
     for chunk, got, gradient in others:
-        assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
+        assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
         assert (got.logits is None) == bool(chunk)
         for a, g in zip(grads, gradient):
             torch.testing.assert_close(a, g, atol=1e-6, rtol=1e-4)

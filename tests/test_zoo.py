@@ -9,8 +9,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from cramnb.model.mlm import build_model, count_parameters
 from cramnb.core import CramError
-from cramnb.options import diff
-from cramnb.options import PRESETS
+from cramnb.options import PRESETS, PROVENANCE, diff
 from cramnb.recipe import preset
 from cramnb.model.zoo import STEPS, compare, size, steps
 
@@ -71,9 +70,8 @@ def twins(seed):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_bert_original_is_bert(seed, padded):
-    ours, theirs = twins(seed)
+def test_bert_original_is_bert(padded):
+    ours, theirs = twins(0)
     ids, mask = torch.randint(1, 50, (3, 20)), torch.ones(3, 20, dtype=torch.long)
     if padded:
         mask[1, 12:] = mask[2, 5:] = 0
@@ -102,14 +100,6 @@ def test_bert_original_is_bert(seed, padded):
     assert compared == 41
 
 
-def test_token_types_of_bert_must_be_zero_for_that():
-    ours, theirs = twins(0)
-    ids = torch.randint(1, 50, (2, 10))
-    with torch.no_grad():
-        theirs.bert.embeddings.token_type_embeddings.weight.normal_(0, 0.2)
-        assert not torch.allclose(ours(ids).logits, theirs(ids).logits, atol=1e-2)
-
-
 @pytest.mark.parametrize(
     "a, b",
     [
@@ -133,11 +123,6 @@ def test_a_walk_to_itself_is_no_walk():
     assert steps(preset("arch", "tiny"), preset("arch", "tiny")) == [
         ("start", preset("arch", "tiny"))
     ]
-
-
-def test_a_field_that_is_not_there_is_refused():
-    with pytest.raises(CramError, match="hiden_act.*Did you mean 'hidden_act'"):
-        steps(preset("arch", "tiny"), preset("arch", "modern"), {"x": ("hiden_act",)})
 
 
 def test_weights_of_the_walk():
@@ -168,12 +153,8 @@ def test_size_is_that_of_the_built_model_and_follows_its_arguments():
 
 def test_every_relative_is_weighed():
     rows = compare()
-    assert [r[0] for r in rows] == list(PRESETS["arch"]) and all(
-        p > 0 and f > 0 and b == 16 * p for _, _, p, f, b in rows
-    )
-    assert [r[0] for r in compare(["tiny"])] == ["tiny"]
-    with pytest.raises(CramError, match="Did you mean 'bert-original'"):
-        compare(["bert-orignal"])
+    assert [r[0] for r in rows] == list(PRESETS["arch"])
+    assert all(p > 0 and f > 0 and b == 16 * p for _, _, p, f, b in rows)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +175,5 @@ def test_settings_that_bert_would_not_read_are_refused(changes):
 
 
 def test_every_architecture_says_where_it_comes_from():
-    from cramnb.options import PROVENANCE
-
     assert PROVENANCE["arch"].keys() == PRESETS["arch"].keys()
     assert all(PROVENANCE["arch"].values())
