@@ -44,7 +44,7 @@ def start(*words: str, cwd: Path) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=cwd, env=env, text=True, stdout=pipe, stderr=pipe)
 
 
-def wait_for(condition, run, seconds=120):
+def wait_for(condition, run, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert run.poll() is None and time.monotonic() < end, "waited too long"

@@ -241,7 +241,7 @@ def test_a_real_run_in_a_browser_while_it_trains_when_it_is_killed_and_when_it_e
         run.kill()
         run.wait()
         text = dom(addresses[0], 1000)
-        assert 'class="died"' in text and "cramnb pretrain name=long" in text
+        assert 'class="died"' in text and "its process has ended" in text
         text = dom(addresses[1], 1000)
         assert 'class="ended"' in text and ">finished<" in text
     finally:
