@@ -738,7 +738,7 @@ def check_files(
     for name, checksum in card['checksums'].items():
         if not (known and name == rows.name) and fingerprint(folder / name) != checksum:
             raise CramError(f"{name} has changed")
-    with suppress(CramError):  # a shared folder may be read-only
+    with suppress(CramError, OSError):  # a shared folder is read-only, or a thread was faster
         if not known:
             write_text(note, json.dumps(state))
 
