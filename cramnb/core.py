@@ -12,7 +12,8 @@ Docs: https://cramnb.github.io/cramnb/library/core.html.md"""
 # %% auto #0
 __all__ = ['CramError', 'DiskFull', 'Damaged', 'OtherVersion', 'Stopped', 'LostRank', 'nearest', 'printable', 'say', 'on_signal',
            'disk_full', 'out_of_memory', 'whole', 'flush', 'remove', 'write_text', 'write_json', 'write_array',
-           'validation_line', 'record', 'decode', 'read_bytes', 'read_json', 'fingerprint', 'quiet', 'load_pretrained']
+           'validation_line', 'record', 'decode', 'read_bytes', 'read_json', 'read_data', 'fingerprint', 'quiet',
+           'load_pretrained']
 
 # %% ../nbs/library/core.ipynb #a42c2193
 import difflib
@@ -30,6 +31,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from importlib.resources import files
 
 # %% ../nbs/library/core.ipynb #da6c930e
 class CramError(ValueError):
@@ -319,6 +321,23 @@ def read_json(
         return decode(read_bytes(path), kind, path, remedy)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is not there. {remedy}".strip()) from None
+
+# %% ../nbs/library/core.ipynb #5e1f0c02
+def read_data(
+    name: str,  # of a file in nbs/data, such as 'cram_cpu.json'
+) -> dict | list:  # tensors by name, where the name ends in .safetensors
+    "A committed log or table: from the installed package, or from nbs/data of a checkout."
+    package = Path(str(files('cramnb')))
+    places = [package / 'data', package.parent / 'nbs' / 'data']
+    there = next((p for p in places if (p / 'facts.json').is_file()), places[-1])
+    known = [p.name for p in there.iterdir() if p.suffix in ('.json', '.safetensors')]
+    if name not in known:
+        raise CramError(f"{name} is not a file of cramnb's data.{nearest(name, known)}")
+    if name.endswith('.safetensors'):
+        from safetensors.torch import load_file
+
+        return load_file(there / name)
+    return read_json(there / name, dict | list)
 
 # %% ../nbs/library/core.ipynb #ba512b18
 def fingerprint(

@@ -28,7 +28,7 @@ from typing import get_args, get_origin
 from .core import CramError, decode, nearest
 from .options import PRESETS, TASK_NAMES, Arch, Data, Eval, Impl, Train, Wandb
 from .options import check_arch, checked, flat, option, parse_memory
-from .train.schedule import schedule_name
+from .options import schedule_name
 
 # %% ../nbs/library/recipe.ipynb #59d75385
 @checked

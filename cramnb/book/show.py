@@ -15,8 +15,7 @@ Docs: https://cramnb.github.io/cramnb/library/book/show.html.md"""
 
 # %% auto #0
 __all__ = ['BLUE', 'ORANGE', 'GREEN', 'PINK', 'GREY', 'STAGES', 'flow', 'show_tokens', 'pipeline', 'fingerprint', 'show_table',
-           'read_data', 'Fact', 'fact', 'specimen_recipe', 'specimen', 'show_matrix', 'show_curve', 'interact',
-           'check_exercise']
+           'Fact', 'fact', 'specimen_recipe', 'specimen', 'show_matrix', 'show_curve', 'interact', 'check_exercise']
 
 # %% ../../nbs/library/book/show.ipynb #d4a00005
 import math
@@ -339,8 +338,6 @@ def pipeline(
 # %% ../../nbs/library/book/show.ipynb #dc3f7016
 import hashlib
 import html
-from importlib.resources import files
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -349,10 +346,9 @@ import numpy as np
 import torch
 from IPython import get_ipython
 from IPython.display import Markdown, display
-from safetensors.torch import load_file
 from torch import Tensor
 
-from ..core import CramError, nearest, read_json
+from ..core import CramError, nearest, read_data
 from ..text.sources import SPECIMEN
 from ..text.masking import mask_tokens, microbatch_generator
 from ..model.mlm import build_model
@@ -418,21 +414,6 @@ class _Table(Markdown):
 
     def __repr__(self):
         return self.data
-
-# %% ../../nbs/library/book/show.ipynb #5e1f0c02
-def read_data(
-    name: str,  # of a file in nbs/data, such as 'cram_cpu.json'
-) -> dict | list:  # tensors by name, where the name ends in .safetensors
-    "A committed log or table: from the installed package, or from nbs/data of a checkout."
-    package = Path(str(files('cramnb')))
-    places = [package / 'data', package.parent / 'nbs' / 'data']
-    there = next((p for p in places if (p / 'facts.json').is_file()), places[-1])
-    known = [p.name for p in there.iterdir() if p.suffix in ('.json', '.safetensors')]
-    if name not in known:
-        raise CramError(f"{name} is not a file of cramnb's data.{nearest(name, known)}")
-    if name.endswith('.safetensors'):
-        return load_file(there / name)
-    return read_json(there / name, dict | list)
 
 # %% ../../nbs/library/book/show.ipynb #5e1f0c05
 class Fact(NamedTuple):

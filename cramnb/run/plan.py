@@ -39,6 +39,7 @@ from ..train.loop import mlm_loss
 from ..train.tuning import Way, fastest_way, time_ways, wants_measuring
 from .watch import show_seconds
 from ..text.store import CorpusCard
+from ..core import read_data
 
 # %% ../../nbs/library/run/plan.ipynb #3ec4c562
 def parameters_by_part(
@@ -103,7 +104,7 @@ def activation_bytes(
     return dict(layer=layer, ends=tuple(a - b for a, b in zip(seen[1], layer)))
 
 # %% ../../nbs/library/run/plan.ipynb #19c9ed87
-STATE_BYTES = dict(adamw=8, adam=8, radam=8, adamw8bit=2, sgd=4, lion=4, adafactor=0.02, muon=4)
+STATE_BYTES = dict(adamw8bit=2, sgd=4, lion=4, adafactor=0.02, muon=4)  # a parameter; others: 8
 
 
 @dataclass
@@ -148,7 +149,7 @@ def memory_needed(
         if back > ends[1] + logits:
             fixed, row, logits = layer[0], inputs + back, 0
     n = sum(parameters.values())
-    state = STATE_BYTES[train.optimizer] * n
+    state = STATE_BYTES.get(train.optimizer, 8) * n
     if train.optimizer == 'muon':  # the embeddings are AdamW's
         state += 4 * parameters['embeddings']
     same = dict(weights=4 * n, gradients=4 * n, optimizer=state, activations=fixed)
@@ -539,8 +540,6 @@ def fit_law(
 @cache
 def known_law() -> tuple[Law, float, np.ndarray]:  # law, largest error, (N, D) of the runs
     "The law of the committed runs, and how far any of them lies from it, fitted or kept back."
-    from cramnb.book.show import read_data  # pictures are loaded when a forecast is asked for
-
     log = read_data('scaling_runs.json')
     runs = [r for r in log['runs'] if not r['seed'] and not r['held_back']]
     N, D, losses = (np.array([r[k] for r in runs], float) for k in ('layers', 'tokens', 'heldout'))
