@@ -61,7 +61,6 @@ def test_protocols_of_the_reference_and_the_rules():
     ) and "best of 4 learning rates" in within_rules(preset("eval", "bert-sweep"))
 
 
-
 def test_a_sweep_takes_each_tasks_best_and_says_so(checkpoint, tmp_path):
     write(tmp_path / "glue/rte", dict(train=rows_of("rte", 32), dev=rows_of("rte", 16, 1)))
     ev = replace(
@@ -200,7 +199,6 @@ def test_the_mean_is_over_nine_numbers_as_published():
         and sum(s.in_mean for s in scores) == 9
         and harmonic == pytest.approx(stats.hmean([s.median for s in scores if s.in_mean]))
     )
-
 
 
 def stages(checkpoint, ev, folder, **more):
