@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from .core import CramError, validation_line
+from .core import CramError, nearest, validation_line
 
 # %% ../nbs/library/options.ipynb #ed2645b9
 def option(
