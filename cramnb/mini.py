@@ -518,4 +518,11 @@ def main(
 
 # %% ../nbs/12_checkpoint.ipynb #5eb4c6d6
 if __name__ == '__main__' and '__file__' in globals():  # as a program, not in a notebook
-    main(*sys.argv[1:2], *map(float, sys.argv[2:3]))
+    usage = 'usage: python -m cramnb.mini [FOLDER] [SECONDS, more than 0]'
+    try:
+        seconds = float(sys.argv[2] if sys.argv[2:] else 180)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf or len(sys.argv) > 3 or sys.argv[1:2] in (['-h'], ['--help']):
+        sys.exit(usage)
+    main(*sys.argv[1:2], seconds=seconds)

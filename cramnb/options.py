@@ -244,8 +244,8 @@ class Train:
 SCHEDULE_NAMES = (
     'budget-triangle1 budget-triangle2 budget-one-cycle budget-multi-cycle budget-linear '
     'budget-polynomial budget-cosine-decay budget-cosine-annealing budget-inverse-sqrt '
-    'budget-constant budget-ramp budget-inv-cosine budget-dive budget-dive-slow budget-dive- '
-    'fast wsd none'
+    'budget-constant budget-ramp budget-inv-cosine budget-dive budget-dive-slow '
+    'budget-dive-fast wsd none'
 ).split()  # shapes of the learning rate; `train.schedule` draws them
 
 

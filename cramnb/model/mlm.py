@@ -172,8 +172,13 @@ def build_model(
 ) -> nn.Module:  # a masked language model of transformers
     "A fresh model; draw its weights after `torch.manual_seed`. Raises CramError."
     arch = preset('arch', arch) if isinstance(arch, str) else arch
-    check_arch(arch)
     tokenizer = getattr(corpus, 'tokenizer', None)
+    if not isinstance(arch, Arch):
+        raise CramError(f"arch is a {type(arch).__name__}: give an Arch, or the name of a preset.")
+    if tokenizer is None and type(corpus) is not int:
+        kind = type(corpus).__name__
+        raise CramError(f"corpus is a {kind}: give a Corpus, or the size of a vocabulary.")
+    check_arch(arch)
     given = dict(vocab_size=corpus if tokenizer is None else corpus.vocab_size)
     given |= dict(pad_token_id=0 if tokenizer is None else tokenizer.pad_token_id)
     given |= dict(attn_implementation=attn_implementation)

@@ -398,7 +398,9 @@ def _recipe_of(model, corpus, train, budget, folder, seed, impl):
     "The recipe that the arguments of a `Trainer` describe. Raises CramError."
     if not isinstance(folder, (str, Path)) or not Path(folder).name:
         raise CramError(f"folder={folder!r}: give the folder of the run, such as 'runs/a'.")
-    data, arch, folder = _data_of(corpus), arch_of(model), Path(folder).expanduser()
+    data, arch, folder = _data_of(corpus), arch_of(model), Path(os.path.expanduser(folder))
+    if folder.parts[0].startswith('~'):
+        raise CramError(f"folder={folder}: there is no such home folder.")
     if model.config.vocab_size != corpus.vocab_size:
         sizes = f"{model.config.vocab_size:,} words, the corpus {corpus.vocab_size:,}"
         raise CramError(f"The model has {sizes}: build it with `build_model(arch, corpus)`.")
@@ -463,7 +465,7 @@ class Trainer:
             summary = read_json(folder / 'pretrain.json', Summary)
             if summary['corpus'] != self.corpus.fingerprint:
                 raise CramError(f"{folder} was trained on another corpus: give another folder.")
-            say(f"{folder} is trained already: give another folder, or fresh=True to start over.")
+            say(f"{folder} is trained already: give another folder (or the command fresh=True) to start over.")
             self.model.load_state_dict(load(folder)[0].state_dict())
         self.model.eval()
         return Trained(folder, recipe, summary)
