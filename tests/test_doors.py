@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cramnb import Corpus, Trainer, build_model
-from cramnb.run import run as evaluate
+from cramnb import Corpus, Trainer, build_model, evaluate
 from cramnb.core import CramError
 from cramnb.recipe import preset
 from cramnb.text.sources import docstrings

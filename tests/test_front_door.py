@@ -12,8 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, server
 
-from cramnb import Corpus, Trainer, build_model, load
-from cramnb.run import run as evaluate
+from cramnb import Corpus, Trainer, build_model, evaluate, load
 from cramnb.core import CramError, Stopped
 from cramnb.text.sources import docstrings
 from cramnb.recipe import preset
@@ -205,8 +204,7 @@ def test_wrong_tasks_are_one_line(trained, corpus):
 SCRIPT = """
 import sys
 from test_front_door import ARCH, EXAM, IMPL, TRAIN, silent
-from cramnb import Corpus, Trainer, build_model
-from cramnb.run import run as evaluate
+from cramnb import Corpus, Trainer, build_model, evaluate
 import torch
 
 torch.manual_seed(0)

@@ -187,14 +187,14 @@ def test_our_unigram_is_as_short_as_the_library_s(docs):
 
     from cramnb.text.tokenizer import wrap
 
-    ours = train_tokenizer(docs[:200], Data(tokenizer="Unigram"), vocab_size=600)
+    ours = train_tokenizer(docs[:100], Data(tokenizer="Unigram"), vocab_size=600)
     library, like = Tokenizer(models.Unigram()), ours.backend_tokenizer
     library.normalizer, library.pre_tokenizer = like.normalizer, like.pre_tokenizer
     library.post_processor = like.post_processor
     common = dict(special_tokens=list(SPECIAL_TOKENS), unk_token="[UNK]", show_progress=False)
-    library.train_from_iterator(docs[:200], trainers.UnigramTrainer(vocab_size=600, **common))
+    library.train_from_iterator(docs[:100], trainers.UnigramTrainer(vocab_size=600, **common))
     assert set(library.get_vocab()) == set(ours.get_vocab())
-    assert fertility(ours, docs[200:]) < 1.02 * fertility(wrap(library, 128), docs[200:])
+    assert fertility(ours, docs[100:]) < 1.02 * fertility(wrap(library, 128), docs[100:])
 
 
 def test_each_vocabulary_knows_where_words_begin(docs):

@@ -434,8 +434,7 @@ def test_sick_runs_are_told_from_healthy_ones():
 
 
 def test_a_report_without_its_corpus_keeps_the_data_card(tmp_path):
-    run = types.SimpleNamespace(folder=tmp_path, corpus=None)
-    assert report._data_part(run) == "", "a first report has no card to keep"
+    assert report._data_part(tmp_path, None) == "", "a first report has no card to keep"
     card = "## Data\n\n### A corpus\n\n| rows | 5 |"
     (tmp_path / "report.md").write_text(f"# Run monday\n\n## Recipe\n\n{card}\n")
-    assert report._data_part(run) == card
+    assert report._data_part(tmp_path, None) == card
