@@ -414,3 +414,20 @@ def test_same_seed_same_result_to_the_last_bit(options):
 
     (first, end), (again, end_again), (other, _) = run(0), run(0), run(1)
     assert first == again and torch.equal(end, end_again) and first != other
+
+
+def test_a_pass_that_fails_leaves_nothing_of_its_update_behind():
+    "The second pass fails once; what the first had added up must not be added again."
+    calls = []
+
+    def loss(m, batch):
+        calls.append(1)
+        if len(calls) == 6:  # of the third update: the rate of the first one is zero
+            raise RuntimeError("a device was busy")
+        return loop.mlm_loss(m, batch)
+
+    whole, broken = trainer(), trainer(options=dict(loss=loss, recover=lambda *_: True))
+    for t in (whole, broken):
+        for _, _ in zip(range(3), t.updates()):
+            pass
+    assert len(calls) >= 8 and torch.equal(weights(whole), weights(broken))
