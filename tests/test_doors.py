@@ -68,3 +68,10 @@ def test_a_finished_run_is_not_handed_out_for_other_text(tmp_path):
             fit(corpus, tmp_path / "a")
     with pytest.raises(CramError, match="another corpus"):
         fit(corpus, tmp_path / "a")
+
+
+@pytest.mark.parametrize("texts", [None, 5, "one text", b"bytes"])
+def test_what_is_no_list_of_texts_is_one_line_and_leaves_nothing(texts, tmp_path):
+    with pytest.raises(CramError, match="give a list of texts"):
+        Corpus.from_texts(texts, tmp_path / "c")
+    assert not list(tmp_path.iterdir())

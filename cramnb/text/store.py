@@ -806,8 +806,8 @@ def _options(**given):
 # %% ../../nbs/library/text/store.ipynb #4b4d3940
 def _write_texts(texts, path):
     "A file of the texts, a line each. Raises CramError for what is no text, or for none."
-    if isinstance(texts, (str, bytes)):
-        raise CramError("texts is one text: give a list of texts.")
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        raise CramError(f"texts is a {type(texts).__name__}: give a list of texts.")
     some = False
     with path.open('w', encoding='utf-8') as file:
         for n, text in enumerate(texts):
