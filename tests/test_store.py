@@ -269,7 +269,7 @@ MISTAKES = [
     (["half \ud800"], {}, r"texts\[0\] holds half a character"),
     ([], {}, "no text"),
     (["", " \n"], {}, "no text"),
-    ("one text", {}, "one text"),
+    ("one text", {}, "list of texts"),
     (["text"], dict(seq_lenght=64), "Did you mean 'seq_length'"),
 ]
 
