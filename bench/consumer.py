@@ -1,4 +1,4 @@
-"""The definitions of chapter 21, for `log_consumer.py` and the tests: a BERT on a small card with
+"""The definitions of lesson 20, for `log_consumer.py` and the tests: a BERT on a small card with
 Hugging Face's own parts.
 """
 

@@ -1,4 +1,4 @@
-"""The committed data of chapter 20, from what `bench/arms.py` wrote:
+"""The committed data of the lab's page on claims, from what `bench/arms.py` wrote:
 `python bench/log_arms.py arms results.jsonl COMMIT > nbs/data/arms.json` and
 `python bench/log_arms.py ablations results.jsonl COMMIT > nbs/data/ablations.json`.
 LAB.md has the jobs."""

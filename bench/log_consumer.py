@@ -1,4 +1,4 @@
-"""The committed comparison of chapter 21: `python -m bench.log_consumer TEXT > consumer.json`.
+"""The committed comparison of lesson 20: `python -m bench.log_consumer TEXT > consumer.json`.
 
 TEXT is a JSON-lines file; parts of it are read. Four ways to train a small model for the same
 seconds of one processor, in turns, with two seeds.

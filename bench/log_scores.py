@@ -1,4 +1,4 @@
-"""The scores of chapter 20: `python bench/log_scores.py MODELS TEXTS GLUE WORK COMMIT`.
+"""The scores of the lab's page on claims: `python bench/log_scores.py MODELS TEXTS GLUE WORK COMMIT`.
 
 MODELS has a folder NAME_SEED for each model, as `bench/arms.py` saves them (the names are below),
 TEXTS the same for each way to prepare the text, GLUE the six tasks. Each arm chooses pooling and
@@ -14,7 +14,7 @@ import sys
 from datetime import date
 from pathlib import Path
 
-ARMS = {  # what chapter 20 calls a model, and the name of its folders
+ARMS = {  # what the lab's page on claims calls a model, and the name of its folders
     "untrained": "untrained",
     "faithful": "faithful",
     "modern": "modern",

@@ -2,7 +2,7 @@
 
 One training step on two sides. A `Side` has a model, a loss and the ways to compute it;
 `check_equal` gives both sides the same weights and compares loss and gradients, `best_way` finds
-how each is computed fastest, `step_arms` makes two functions for chapter 19, and
+how each is computed fastest, `step_arms` makes two functions for the lab's page on speed, and
 `beside_original` reads the original's model from a copy of its code.
 """
 
@@ -173,7 +173,7 @@ def our_ways(
 def step_arms(
     recipe: Recipe,  # reads impl, train, and the lengths in data
     sides: tuple,  # ours, theirs, translate
-) -> dict:  # ours, theirs, amount, clock and more, for a `Case` of chapter 19
+) -> dict:  # ours, theirs, amount, clock and more, for a `Case` of the lab's page on speed
     "Two functions that make one step each, after the check. Raises CramError."
     ours, theirs, translate = sides
     train, data, device = recipe.train, recipe.data, pick_device(recipe.impl)

@@ -1,4 +1,4 @@
-"""Chapter 20: every claim has a source, every number stands in an output and not in prose."""
+"""The lab's page on claims: every claim has a source, every number stands in an output and not in prose."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 from conftest import ROOT
 from test_repository import cells, source
 
-PAGE = ROOT / "nbs/20_claims.ipynb"
+PAGE = ROOT / "nbs/lab/claims.ipynb"
 CLAIMS = json.loads((ROOT / "nbs/data/claims.json").read_text(encoding="utf-8"))
 SIDES = ("faithful", "modern")
 

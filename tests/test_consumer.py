@@ -20,7 +20,7 @@ def definitions(code: str) -> dict[str, str]:
 def test_the_chapter_and_the_bench_have_the_same_definitions():
     bench = definitions((ROOT / "bench/consumer.py").read_text(encoding="utf-8"))
     chapter = {}
-    for cell in cells(ROOT / "nbs/21_consumer.ipynb", "code"):
+    for cell in cells(ROOT / "nbs/20_small.ipynb", "code"):
         chapter |= definitions(source(cell).replace("get_ipython", "str"))
     assert bench == {name: chapter.get(name) for name in bench}
 

@@ -104,7 +104,7 @@ def test_notebook_and_command_walk_the_same_path(tmp_path, monkeypatch):
     "The cells of the day, up to its run, and `cramnb cram` with the same words: equal rows."
     monkeypatch.chdir(tmp_path)
     shell = CaptureShell(mpl_format=None)
-    for cell in cells(ROOT / "nbs/22_cram.ipynb", "code"):
+    for cell in cells(ROOT / "nbs/21_cram.ipynb", "code"):
         code = source(cell)
         if "#| eval: false" in code or "read_data(" in code or "log['" in code:
             continue

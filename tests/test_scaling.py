@@ -232,8 +232,8 @@ def test_the_verb_plans_for_a_card_and_says_a_wrong_name(tmp_path, monkeypatch, 
 
 
 def planner() -> str:
-    "The cell of chapter 18 that draws the planner, with what stands before it."
-    cells = json.loads((ROOT / "nbs/18_scaling.ipynb").read_text(encoding="utf-8"))["cells"]
+    "The cell of lesson 18 that draws the planner, with what stands before it."
+    cells = json.loads((ROOT / "nbs/18_far.ipynb").read_text(encoding="utf-8"))["cells"]
     sources = ["".join(c["source"]) for c in cells]
     cell = next(s for s in sources if "def draw_plan" in s)
     before = (
