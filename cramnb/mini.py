@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-# %% ../nbs/01_corpus.ipynb #d798fb30
+# %% ../nbs/01_text.ipynb #d798fb30
 def clean(
     documents: list[str],  # as they come
     seen: set[str],  # sentences that stood before; gets those of these documents
@@ -53,7 +53,7 @@ def clean(
             kept.append(text)
     return kept
 
-# %% ../nbs/01_corpus.ipynb #0e657fc5
+# %% ../nbs/01_text.ipynb #0e657fc5
 SPELLING = normalizers.Sequence(  # one spelling for one word: café and Cafe become cafe
     [
         normalizers.NFKD(),
@@ -63,7 +63,7 @@ SPELLING = normalizers.Sequence(  # one spelling for one word: café and Cafe be
     ]
 )
 
-# %% ../nbs/01_corpus.ipynb #fb54e070
+# %% ../nbs/01_text.ipynb #fb54e070
 def docs_in(
     path: Path,  # a Python file
 ) -> list[str]:  # its docstrings, without examples; none where the file is not Python
@@ -79,7 +79,7 @@ def docs_in(
     prose = [re.sub(r'(?m)^[ \t]*>>>.*(?:\n[ \t]*\S.*)*', '', text).strip() for text in found]
     return [text for text in prose if len(text) >= 200]
 
-# %% ../nbs/01_corpus.ipynb #7da0a5e7
+# %% ../nbs/01_text.ipynb #7da0a5e7
 def read_documents(
     folder: str = '',  # of text files; '' is the built-in corpus, the documentation of Python
     limit: int = 16_000_000,  # bytes
@@ -101,7 +101,7 @@ def read_documents(
             size += len(text.encode('utf-8', 'replace'))
     return documents
 
-# %% ../nbs/01_corpus.ipynb #80e8fd50
+# %% ../nbs/01_text.ipynb #80e8fd50
 def is_kept_apart(
     text: str,  # a document
     share: float = 0.15,  # of all documents
@@ -109,10 +109,10 @@ def is_kept_apart(
     "A checksum decides which documents are never trained on."
     return zlib.crc32(text.encode('utf-8', 'replace')) % 10_000 < share * 10_000
 
-# %% ../nbs/02_tokenizer.ipynb #14a522f4
+# %% ../nbs/02_tokens.ipynb #14a522f4
 SPECIAL = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]']  # tokens 0 to 4 of every vocabulary
 
-# %% ../nbs/02_tokenizer.ipynb #838806a6
+# %% ../nbs/02_tokens.ipynb #838806a6
 def learn_tokenizer(
     documents: list[str],  # clean text
     vocab_size: int = 4096,  # V, if the text supports so many
@@ -133,7 +133,7 @@ def learn_tokenizer(
     letters = sorted(letters, key=lambda letter: (letter.startswith('##'), letter))
     return tokenizer(learn(SPECIAL + letters, vocab_size))
 
-# %% ../nbs/02_tokenizer.ipynb #07a85a2b
+# %% ../nbs/02_tokens.ipynb #07a85a2b
 def encode_all(
     tokenizer: Tokenizer,  # from `learn_tokenizer`
     documents: list[str],  # clean text
@@ -142,7 +142,7 @@ def encode_all(
     sep = SPECIAL.index('[SEP]')
     return [encoded.ids + [sep] for encoded in tokenizer.encode_batch_fast(documents)]
 
-# %% ../nbs/03_packing.ipynb #3120a9bc
+# %% ../nbs/03_rows.ipynb #3120a9bc
 def pack_rows(
     documents: list[list[int]],  # token ids of each
     seq_length: int = 128,  # T
@@ -152,7 +152,7 @@ def pack_rows(
     n = len(stream) // seq_length
     return stream[: n * seq_length].reshape(n, seq_length), stream[n * seq_length :]
 
-# %% ../nbs/03_packing.ipynb #df4700ac
+# %% ../nbs/03_rows.ipynb #df4700ac
 def rows_at(
     start: int,  # first place in the endless stream of epochs
     size: int,  # places
@@ -164,7 +164,7 @@ def rows_at(
     epochs = [np.random.default_rng([seed, k]).permutation(n) for k in range(first, last + 1)]
     return np.concatenate(epochs)[start - first * n :][:size].tolist()
 
-# %% ../nbs/04_masking.ipynb #bff80476
+# %% ../nbs/04_masks.ipynb #bff80476
 def mask_rows(
     rows: Tensor,  # (B, T) int64 token ids
     vocab_size: int,  # V
@@ -183,7 +183,7 @@ def mask_rows(
     labels = torch.full_like(rows, -100).scatter(1, columns, asked)
     return rows.scatter(1, columns, shown), labels, columns.sort(1).values
 
-# %% ../nbs/04_masking.ipynb #cf8c6fd4
+# %% ../nbs/04_masks.ipynb #cf8c6fd4
 def generator_at(
     number: int,  # of the microbatch
     seed: int = 0,  # of the run
@@ -191,7 +191,7 @@ def generator_at(
     "Randomness that depends on seed and number alone: a resumed run needs no saved state."
     return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
 
-# %% ../nbs/04_masking.ipynb #417908c4
+# %% ../nbs/04_masks.ipynb #417908c4
 def batch_at(
     number: int,  # of the microbatch
     rows: np.ndarray,  # (n, T)
@@ -277,7 +277,7 @@ class Encoder(nn.Module):
             x = layer(x)
         return self.final_norm(x)
 
-# %% ../nbs/07_mlm.ipynb #3b5173dc
+# %% ../nbs/07_guess.ipynb #3b5173dc
 class MaskedLM(nn.Module):
     "An encoder, and scores of all words from the table of their vectors, where they are asked."
 
@@ -296,7 +296,7 @@ class MaskedLM(nn.Module):
         places = columns[..., None].expand(-1, -1, hidden.shape[-1])
         return self.decoder(hidden.gather(1, places))
 
-# %% ../nbs/07_mlm.ipynb #f817f003
+# %% ../nbs/07_guess.ipynb #f817f003
 def loss_of(
     model: nn.Module,  # a MaskedLM
     batch: tuple[Tensor, Tensor, Tensor],  # from `mask_rows`
@@ -306,7 +306,7 @@ def loss_of(
     logits = model(input_ids, columns)  # (B, k, V)
     return F.cross_entropy(logits.flatten(0, 1), labels.gather(1, columns).flatten())
 
-# %% ../nbs/09_optim.ipynb #b9a4afb6
+# %% ../nbs/08_step.ipynb #b9a4afb6
 def adamw_step(
     w: Tensor,  # moved in place
     g: Tensor,  # its gradient
@@ -324,7 +324,7 @@ def adamw_step(
     w *= 1 - lr * weight_decay
     w -= lr * m / (v.sqrt() + eps)
 
-# %% ../nbs/09_optim.ipynb #cf05aafd
+# %% ../nbs/08_step.ipynb #cf05aafd
 def orthogonal(
     g: Tensor,  # (m, n)
 ) -> Tensor:  # (m, n), all singular values near 1
@@ -336,7 +336,7 @@ def orthogonal(
         x = 3.4445 * x + (-4.7750 * s + 2.0315 * s @ s) @ x
     return x.T if g.shape[0] > g.shape[1] else x
 
-# %% ../nbs/09_optim.ipynb #7f5902f8
+# %% ../nbs/08_step.ipynb #7f5902f8
 def muon_step(
     w: Tensor,  # (m, n), moved in place
     g: Tensor,  # its gradient
@@ -349,7 +349,7 @@ def muon_step(
     update = momentum * state['m'] + (1 - momentum) * g  # Nesterov: look one step ahead
     w -= lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * orthogonal(update)
 
-# %% ../nbs/09_optim.ipynb #f7f886e9
+# %% ../nbs/08_step.ipynb #f7f886e9
 @torch.no_grad()
 def step(
     model: nn.Module,  # with gradients
@@ -366,7 +366,7 @@ def step(
             how = dict(lr=0.016 * factor, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
             adamw_step(p, p.grad, states.setdefault(name, {}), **how)
 
-# %% ../nbs/10_schedule.ipynb #0b3d992b
+# %% ../nbs/09_clock.ipynb #0b3d992b
 def height(
     x: float,  # share of the budget that is spent, 0 to 1
     warmup: float = 0.02,  # share in which the rate rises
@@ -375,7 +375,7 @@ def height(
     "The rate now: straight up, level, and straight down to zero at the end of the time."
     return max(0.0, min(1.0, x / warmup, (1 - x) / cooldown))
 
-# %% ../nbs/11_train.ipynb #c608739c
+# %% ../nbs/10_loop.ipynb #c608739c
 def train(
     model: nn.Module,  # a MaskedLM
     batches: Callable,  # number of a pass -> batch
@@ -399,7 +399,7 @@ def train(
         run['elapsed'] += clock() - began
         yield total
 
-# %% ../nbs/11_train.ipynb #daf15ba7
+# %% ../nbs/10_loop.ipynb #daf15ba7
 def fixed_batches(
     rows: np.ndarray,  # (n, T) rows that are never trained on
     vocab_size: int,  # V
@@ -408,7 +408,7 @@ def fixed_batches(
     parts = torch.from_numpy(rows[:512].astype(np.int64)).split(64)
     return [mask_rows(p, vocab_size, generator_at(i), 0.15) for i, p in enumerate(parts)]
 
-# %% ../nbs/11_train.ipynb #4dbe8fe1
+# %% ../nbs/10_loop.ipynb #4dbe8fe1
 @torch.no_grad()
 def mean_loss(
     model: nn.Module,  # a MaskedLM
@@ -418,7 +418,7 @@ def mean_loss(
     losses = [loss_of(model, batch).item() for batch in batches]
     return float(np.average(losses, weights=[len(columns) for *_, columns in batches]))
 
-# %% ../nbs/11_train.ipynb #717c60d9
+# %% ../nbs/10_loop.ipynb #717c60d9
 def unigram_loss(
     rows: np.ndarray,  # (n, T) training rows
     vocab_size: int,  # V
@@ -429,7 +429,7 @@ def unigram_loss(
     answers = torch.cat([labels[labels != -100] for _, labels, _ in batches])
     return -(counts / counts.sum()).log()[answers].mean().item()
 
-# %% ../nbs/12_checkpoint.ipynb #de39da5c
+# %% ../nbs/11_kill.ipynb #de39da5c
 def save(
     path: Path,  # a .safetensors file
     model: nn.Module,  # whose weights are kept
@@ -447,7 +447,7 @@ def save(
         os.fsync(f.fileno())
     beside.replace(path)
 
-# %% ../nbs/12_checkpoint.ipynb #b052fa34
+# %% ../nbs/11_kill.ipynb #b052fa34
 def load(
     path: Path,  # from `save`
     model: nn.Module,  # gets the weights
@@ -467,7 +467,7 @@ def load(
                 state[part] = value if value.ndim else value.item()
     return run
 
-# %% ../nbs/12_checkpoint.ipynb #8ff410d0
+# %% ../nbs/11_kill.ipynb #8ff410d0
 def prepare(
     folder: str,  # of text files, or ''
     where: Path,  # folder of the run
@@ -488,7 +488,7 @@ def prepare(
     rows, heldout = (np.load(where / f'{name}.npy') for name in ('rows', 'heldout'))
     return Tokenizer.from_file(str(where / 'tokenizer.json')), rows, heldout
 
-# %% ../nbs/12_checkpoint.ipynb #6b290577
+# %% ../nbs/11_kill.ipynb #6b290577
 def main(
     folder: str = '',  # of text files; '' is the built-in corpus
     seconds: float = 180.0,  # of training
@@ -516,7 +516,7 @@ def main(
     print(f'held-out loss {loss:.3f} nats; who only counts words: {entropy:.3f}')
     return loss
 
-# %% ../nbs/12_checkpoint.ipynb #5eb4c6d6
+# %% ../nbs/11_kill.ipynb #5eb4c6d6
 if __name__ == '__main__' and '__file__' in globals():  # as a program, not in a notebook
     usage = 'usage: python -m cramnb.mini [FOLDER] [SECONDS, more than 0]'
     try:

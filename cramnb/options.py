@@ -193,7 +193,7 @@ class Data:
         'randomized', 'none', 'sentence-length-curriculum', 'word-length-curriculum',
         'unigram-curriculum', 'fragment-curriculum', 'reverse-sentence-length-curriculum',
         'reverse-word-length-curriculum', 'reverse-unigram-curriculum',
-        'reverse-fragment-curriculum'] = option('randomized', 'order of the rows, chapter 03')
+        'reverse-fragment-curriculum'] = option('randomized', 'order of the rows, lesson 3')
     max_rows: int = option(0, 'keep so many rows, the first of the order (0: all)', le=10**12)
 # fmt: on
 
@@ -204,7 +204,7 @@ class Train:
     "Pretraining. The defaults are the recipe bert-o4 of the original (paper section 4.3)."
 
     optimizer: Literal['adamw', 'muon', 'adam', 'radam', 'sgd', 'adafactor', 'lion',
-                       'adamw8bit'] = option('adamw', 'see chapter 09')
+                       'adamw8bit'] = option('adamw', 'see lesson 8')
     lr: float = option(1e-3, "peak learning rate (with muon: of AdamW's part)", gt=0, le=100)
     muon_lr: float = option(0.02, 'peak rate of the matrices under Muon', gt=0, le=100)
     betas: Shares = option(
@@ -213,7 +213,7 @@ class Train:
     weight_decay: float = option(0.01, 'on matrices; decoupled but with adam and sgd', le=10)
     momentum: Share = option(0.9, 'of SGD; Muon uses 0.95')
     gradient_clipping: float = option(0.5, 'largest global gradient norm (0: off)', le=1e6)
-    scheduler: str = option('budget-triangle2', 'shape of the learning rate, chapter 10')
+    scheduler: str = option('budget-triangle2', 'shape of the learning rate, lesson 9')
     warmup: Share = option(0.0, 'share of the budget to warm up')
     cooldown: Share = option(0.0, 'share of the budget to cool down')
     batch_size: int = option(8192, 'sequences per update', ge=1, le=10**7)

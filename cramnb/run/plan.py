@@ -285,7 +285,7 @@ def rate_here(
     return speed * T, way
 
 # %% ../../nbs/library/run/plan.ipynb #fcfe7781
-_READY = {  # rows that authors have published with their sets (chapter 03)
+_READY = {  # rows that authors have published with their sets (lesson 3)
     '2efdb9d060d1ae95faf952ec1a50f020': 85_000_000,
     '97b8e776baafb99c3892e6572a9f51b3': 43_166_767,
     '8eb2d0ea9da707676c81314c4ea04507': 74_132_674,

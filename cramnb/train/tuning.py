@@ -167,7 +167,7 @@ def trainer_options(
     say: Callable[[str], None],  # told what a person should know
     halve: bool = True,  # False for several processes
 ) -> dict:  # precision, size of a pass, loss and recover of a Loop
-    "What a way to compute adds to the trainer of chapter 11."
+    "What a way to compute adds to the trainer of lesson 10."
     compiled = MaybeCompiled(say) if way.compiled else None
     known = dict(precision=way.dtype, microbatch_size=way.microbatch_size)
     return known | dict(loss=compiled or mlm_loss, recover=recovery(say, compiled, halve))
