@@ -1,4 +1,4 @@
-"""The scores of the lab's page on claims: `python bench/log_scores.py MODELS TEXTS GLUE WORK COMMIT`.
+"""The scores that the lab shows: `python bench/log_scores.py MODELS TEXTS GLUE WORK COMMIT`.
 
 MODELS has a folder NAME_SEED for each model, as `bench/arms.py` saves them (the names are below),
 TEXTS the same for each way to prepare the text, GLUE the six tasks. Each arm chooses pooling and

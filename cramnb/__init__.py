@@ -2,6 +2,7 @@
 
 - `cramnb.book.check`: `cramnb check my_bert.py` says, chapter by chapter, what works
 - `cramnb.book.checks`: One short check for each name of the book's program
+- `cramnb.book.numbers`: What a reader's own program does with a reader's own text
 - `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share
 - `cramnb.cli`: Words become a verb and a recipe, and a mistake is told in one line, at once
 - `cramnb.core`: Errors with the nearest name, files written whole or not at all

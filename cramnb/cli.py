@@ -53,7 +53,7 @@ VERBS = dict(
     probe="Fill the blanks of a text: probe [name=RUN] text='the [MASK] of the array'.",
     publish='Write a run, or a corpus, as a folder for the hub: publish [name=RUN] [push=NAME].',
     convert="Turn a checkpoint of the original into a Hugging Face folder: convert SOURCE TARGET.",
-    check='Judge a program of your own, chapter by chapter: check my_bert.py.',
+    check='Judge a program of your own, lesson by lesson: check my_bert.py.',
 )
 
 # %% ../nbs/library/cli.ipynb #90402e57
@@ -99,7 +99,11 @@ _OWN = dict(
         'push=NAME': 'of a repository on the hub, to upload it as well',
     },
     convert={'SOURCE': 'folder of the original, or a name on the hub', 'TARGET': 'new folder'},
-    check={'FILE': 'your program', 'new=FILE': 'write an empty one (also: --new FILE)'},
+    check={
+        'FILE': 'your program',
+        'text=FOLDER': 'your texts, for a number that it improves',
+        'new=FILE': 'write an empty one (also: --new FILE)',
+    },
 )  # the words of the other verbs
 
 # %% ../nbs/library/cli.ipynb #16cbf8a7
@@ -338,15 +342,18 @@ def convert_verb(words: list[str], say: Callable = say):
 
 # %% ../nbs/library/cli.ipynb #63ef667b
 def check_verb(words: list[str], say: Callable = say) -> int:
-    "Judge a program of your own: check FILE, or check --new FILE for an empty one."
+    "Judge a program of your own: check FILE [text=FOLDER], or check --new FILE for an empty one."
+    text = next((w[5:] for w in words if w.startswith('text=')), '')
+    words = [w for w in words if not w.startswith('text=')]
     files = [w.removeprefix('new=') for w in words if w != '--new']
     if len(files) != 1:
-        raise CramError("usage: cramnb check my_bert.py, or cramnb check --new my_bert.py.")
+        way = 'cramnb check my_bert.py [text=FOLDER]'
+        raise CramError(f"usage: {way}, or cramnb check --new my_bert.py.")
     from cramnb.book.check import check, write_new
 
     if words != files:
         return write_new(files[0], say)
-    return 0 if check(files[0], say=say) else 1
+    return 0 if check(files[0], say=say, text=text) else 1
 
 # %% ../nbs/library/cli.ipynb #4b69ff42
 def go_on(

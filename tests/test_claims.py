@@ -1,4 +1,4 @@
-"""The lab's page on claims: every claim has a source, every number stands in an output and not in prose."""
+"""The lab's claims: each has a source, and its numbers are outputs, not prose."""
 
 import json
 import re

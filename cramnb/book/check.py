@@ -142,7 +142,7 @@ def _child(path, names):
     def answer(text):
         print(json.dumps(text), file=answers, flush=True)
 
-    import cramnb.book.checks  # noqa: F401 - before the time of the reader's file begins
+    from cramnb.book.numbers import number  # before the time of the reader's file begins
 
     answer('')
     sys.path.insert(0, str(Path(path).parent))
@@ -150,7 +150,8 @@ def _child(path, names):
         my = read_own(Path(path))
         answer('')
         for name in names:
-            answer(judge(my, name, path))
+            lesson, _, folder = name.partition(' ')  # a number is asked for as '3 FOLDER'
+            answer(number(my, int(lesson), folder) if folder else judge(my, name, path))
     except BaseException as e:
         answer(_error(e, path))
     os._exit(0)  # threads of the file do not keep it
@@ -202,8 +203,9 @@ def check(
     path: str | Path,  # your file
     limit: float = 20.0,  # seconds for one name
     say: Callable = say_line,  # prints a line
-) -> bool:  # does everything do what is asked, up to the last chapter that is begun?
-    "Judge a file of your own, a line for each chapter. Raises CramError for what is no program."
+    text: str | Path = '',  # folder of your own texts, for the number of the last lesson
+) -> bool:  # does everything do what is asked, up to the last lesson that is begun?
+    "Judge a file of your own, a line for each lesson. Raises CramError for what is no program."
     path = Path(path).expanduser()
     if not path.is_file():
         raise CramError(f"{path}: there is no such file. cramnb check --new {path} writes one.")
@@ -235,19 +237,35 @@ def check(
         more = f'. {wrong[0]}' + '.' * (not wrong[0].endswith('?')) if wrong else ''
         say(f'{chapter}: {len(names) - len(wrong)} of {len(names)}{more}')
         if chapter == last:
-            return fine
+            break
+    if text and not wrong:
+        say(_number(path.resolve(), int(last[:2]), text))
+    return fine
 
 # %% ../../nbs/library/book/check.ipynb #fcb05bfb
+def _number(path, lesson, text):
+    "The number of a lesson from the reader's file on the reader's text, in one line."
+    folder = Path(text).expanduser().resolve()
+    if not any(p.suffix in ('.txt', '.md') for p in folder.rglob('*')):
+        raise CramError(f"text={text}: there is no .txt or .md file in this folder.")
+    with closing(_answers(path, [f'{lesson} {folder}'], _LONGEST)) as answers:
+        *_, told = answers
+    return f'your text: {told}' if told else f'your text: no answer within {_LONGEST:g} s'
+
+
+_LONGEST = 600.0  # seconds for the number of a lesson, which may train for a minute
+
+
 def your_file(
     lesson: int,  # its number
     path: str | Path = 'my_bert.py',  # your file
-    text: str | Path = '',  # folder of your own texts; '': the built-in one
+    text: str | Path = '',  # folder of your own texts
     say: Callable = say_line,  # prints a line
 ):
     "What a lesson asks of your file, whether it is there, and the number that it improves."
     chapter, names = next((c, n) for c, n in asked().items() if c.startswith(f'{lesson:02} '))
     if Path(path).is_file():
-        check(path, say=say)
+        check(path, say=say, text=text)
     else:
         say(f'Lesson {chapter} asks for {", ".join(names)}.')
         say(f'{path} is not in this folder; cramnb check --new {path} writes an empty one.')
