@@ -236,7 +236,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
         B, T, D = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.H, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, K) each
-        mixed, _ = attend(turned(self.query_norm(q)), turned(self.key_norm(k)), v)
+        q, k = self.query_norm(q.float()), self.key_norm(k.float())  # norms in 32 bits
+        mixed, _ = attend(turned(q), turned(k), v)
         return self.output(mixed.transpose(1, 2).reshape(B, T, D))  # heads side by side again
 
 # %% ../nbs/06_encoder.ipynb #h06a0002
@@ -386,10 +387,12 @@ def train(
     clock: Callable = time.monotonic,
 ) -> Iterator[float]:  # the loss of each update
     "Add up passes, step unless something is not finite, and stop on time."
+    short = torch.cpu._is_amx_tile_supported()  # products of 16-bit numbers, in hardware
     while (x := run['elapsed'] / seconds) < 1:
         began, total = clock(), 0.0
         for i in range(passes):
-            loss = loss_of(model, batches(run['updates'] * passes + i)) / passes
+            with torch.autocast('cpu', torch.bfloat16, enabled=short):
+                loss = loss_of(model, batches(run['updates'] * passes + i)) / passes
             loss.backward()
             total += loss.item()
         if nn.utils.clip_grad_norm_(model.parameters(), clipping).isfinite():
