@@ -20,6 +20,7 @@ ready: .venv/.installed
 	$(BIN)/nbdev-export
 	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers $(WORKERS) --save --cell-timeout 180
 	$(BIN)/nbdev-clean
+	$(BIN)/python tests/minutes.py
 	$(BIN)/python tests/readme.py
 	$(MAKE) test
 
@@ -31,6 +32,7 @@ notebooks: .venv/.installed
 	$(BIN)/jupyter lab nbs
 
 readme: .venv/.installed
+	$(BIN)/python tests/minutes.py
 	$(BIN)/python tests/readme.py
 
 # torch first: the library asks for a range, and a range alone may bring a larger build than wanted

@@ -13,6 +13,7 @@ import pytest
 import twins
 import yaml
 from conftest import ROOT
+from minutes import both, lessons, line
 from readme import readme
 
 SITE = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))
@@ -307,6 +308,11 @@ def test_plain_pages_are_where_the_docstrings_say(tmp_path):
     named = set(re.findall(r"https://cramnb\.github\.io/cramnb/([\w./]+\.md)", text))
     assert len(named) > 30 and named <= made, named - made
     assert sum(p.stat().st_size for p in tmp_path.rglob("*.md")) < 4_000_000
+
+
+@pytest.mark.parametrize("path", lessons(), ids=lambda p: p.stem)
+def test_the_first_line_of_a_lesson_tells_its_minutes(path):
+    assert line(*both(path)) in path.read_text(encoding="utf-8"), "make readme"
 
 
 def test_readme_is_the_index():
