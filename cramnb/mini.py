@@ -170,16 +170,17 @@ def mask_rows(
     vocab_size: int,  # V
     generator: torch.Generator,  # of all draws
     probability: float = 0.25,  # share of a row that is asked
-) -> tuple[Tensor, Tensor, Tensor]:  # (B, T) input_ids, (B, T) labels, (B, k) asked columns
-    "Ask for k tokens of each row: 80 % [MASK], 10 % random, 10 % kept; other labels are -100."
+) -> tuple[Tensor, Tensor, Tensor]:  # (B, T) input_ids, (B, T) labels, (B, k) columns
+    "Ask for k tokens of each row: 80 % [MASK], 10 % random, 10 % kept."
     k, first = max(1, round(probability * rows.shape[1])), len(SPECIAL)
     keys = torch.rand(rows.shape, generator=generator).masked_fill(rows < first, 2.0)
-    columns = keys.topk(k, largest=False).indices  # of the k smallest keys, in their order
+    columns = keys.topk(k, largest=False).indices  # in the order of keys
     asked = rows.gather(1, columns)
     shown, n_mask, n_random = asked.clone(), round(0.8 * k), round(0.9 * k)
     shown[:, :n_mask] = SPECIAL.index('[MASK]')
     shape = len(rows), n_random - n_mask
-    shown[:, n_mask:n_random] = torch.randint(first, vocab_size, shape, generator=generator)
+    drawn = torch.randint(first, vocab_size, shape, generator=generator)
+    shown[:, n_mask:n_random] = drawn
     labels = torch.full_like(rows, -100).scatter(1, columns, asked)
     return rows.scatter(1, columns, shown), labels, columns.sort(1).values
 
@@ -188,7 +189,7 @@ def generator_at(
     number: int,  # of the microbatch
     seed: int = 0,  # of the run
 ) -> torch.Generator:  # for its masks
-    "Randomness that depends on seed and number alone: a resumed run needs no saved state."
+    "Randomness from seed and number alone: a resumed run needs no saved state."
     return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
 
 # %% ../nbs/04_masks.ipynb #417908c4
@@ -198,7 +199,7 @@ def batch_at(
     vocab_size: int,  # V
     size: int = 32,  # rows of a microbatch
 ) -> tuple[Tensor, Tensor, Tensor]:  # as `mask_rows` gives them
-    "The batch that stands at this place of the run."
+    "The batch at this place of the run."
     picked = rows[rows_at(number * size, size, len(rows))].astype(np.int64)
     return mask_rows(torch.from_numpy(picked), vocab_size, generator_at(number))
 
