@@ -243,11 +243,12 @@ class SelfAttention(nn.Module):
 
 # %% ../nbs/06_encoder.ipynb #h06a0002
 class Block(nn.Module):
-    "Attention, then a gated MLP; each reads a normed copy of the stream and adds to it."
+    "Attention, then a gated MLP; each reads a normed copy of the stream, adds to it."
 
     def __init__(self, D: int, H: int, wide: int):
         super().__init__()
-        self.attention_norm, self.mlp_norm = (nn.LayerNorm(D, eps=1e-12) for _ in range(2))
+        self.attention_norm = nn.LayerNorm(D, eps=1e-12)
+        self.mlp_norm = nn.LayerNorm(D, eps=1e-12)
         self.attention, self.mlp = SelfAttention(D, H), nn.Module()
         self.mlp.input = nn.Linear(D, wide, bias=False)
         self.mlp.output = nn.Linear(wide // 2, D, bias=False)
@@ -261,7 +262,14 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     "Words take in their neighbours, and pass through the layers between two norms."
 
-    def __init__(self, V: int, D: int = 128, depth: int = 2, H: int = 4, wide: int = 512):
+    def __init__(
+        self,
+        V: int,  # vocabulary
+        D: int = 128,  # numbers of a vector
+        depth: int = 2,  # layers
+        H: int = 4,  # heads
+        wide: int = 512,  # outputs of the first MLP matrix
+    ):
         super().__init__()
         self.embeddings = nn.Module()
         self.embeddings.word_embeddings = nn.Embedding(V, D)
