@@ -289,7 +289,7 @@ class Encoder(nn.Module):
 
 # %% ../nbs/07_guess.ipynb #3b5173dc
 class MaskedLM(nn.Module):
-    "An encoder, and scores of all words from the table of their vectors, where they are asked."
+    "An encoder, and scores of all words from the table of their vectors, where asked."
 
     def __init__(self, V: int, **sizes):
         super().__init__()
@@ -301,10 +301,10 @@ class MaskedLM(nn.Module):
             if p.ndim == 2 and 'neighbours' not in name:  # a fresh layer adds nothing
                 nn.init.normal_(p, std=0.0 if 'output' in name else 0.02)
 
-    def forward(self, input_ids: Tensor, columns: Tensor) -> Tensor:  # (B, T), (B, k) -> (B, k, V)
-        hidden = self.model(input_ids)
-        places = columns[..., None].expand(-1, -1, hidden.shape[-1])
-        return self.decoder(hidden.gather(1, places))
+    def forward(self, input_ids: Tensor, columns: Tensor) -> Tensor:
+        hidden = self.model(input_ids)  # (B, T) -> (B, T, D)
+        places = columns[..., None].expand(-1, -1, hidden.shape[-1])  # (B, k, D)
+        return self.decoder(hidden.gather(1, places))  # (B, k, V)
 
 # %% ../nbs/07_guess.ipynb #f817f003
 def loss_of(
