@@ -190,6 +190,7 @@ def generator_at(
     seed: int = 0,  # of the run
 ) -> torch.Generator:  # for its masks
     "Randomness from seed and number alone: a resumed run needs no saved state."
+    # a large factor, so that two seeds do not share numbers
     return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
 
 # %% ../nbs/04_masks.ipynb #417908c4
