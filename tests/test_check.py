@@ -206,7 +206,7 @@ def test_mini_itself_passes_and_leaves_no_foreign_lines(mine, capfd):
 def test_missing_misspelt_broken_and_endless_are_one_line_each(mine):
     text = part("SPECIAL", "pack_rows", "rows_at", "generator_at", "batch_at")
     text = text.replace("def rows_at(", "def row_at(").replace("rows_at(number", "row_at(number")
-    text += "\ndef turned(x):\n    while True: pass\ndef attend(q, k, v):\n    return q / 0 / no\n"
+    text += "\ndef attend(q, k, v):\n    while True: pass\ndef turned(x):\n    return x / 0 / no\n"
     mine(text + "class Block:\n    def __init__(self, *a):\n        raise SystemExit\n")
     lines, began = [], time.monotonic()
     assert check("my_bert.py", limit=3, say=lines.append) is False
@@ -215,7 +215,7 @@ def test_missing_misspelt_broken_and_endless_are_one_line_each(mine):
     assert len(lines) == 6, "no chapter after the last one that is begun"
     assert "row_at" in told["03"] and "1 of 2" in told["03"]
     assert "mask_rows is missing" in told["04"] and "batch_at" not in told["04"]
-    assert "turned" in told["05"] and "3 s" in told["05"]
+    assert "attend" in told["05"] and "3 s" in told["05"]
     assert "Block: SystemExit in line" in told["06"]
 
 
