@@ -159,7 +159,7 @@ def rows_at(
     n: int,  # rows of an epoch
     seed: int = 0,  # of the run
 ) -> list[int]:  # numbers of rows
-    "Which rows stand there? Each epoch has an order of its own, and nothing has to be saved."
+    "The row numbers at these places; each epoch has an order of its own."
     first, last = start // n, (start + size - 1) // n
     epochs = [np.random.default_rng([seed, k]).permutation(n) for k in range(first, last + 1)]
     return np.concatenate(epochs)[start - first * n :][:size].tolist()
