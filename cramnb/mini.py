@@ -37,15 +37,15 @@ from torch import Tensor, nn
 # %% ../nbs/01_text.ipynb #d798fb30
 def clean(
     documents: list[str],  # as they come
-    seen: set[str],  # sentences that stood before; gets those of these documents
+    seen: set[str],  # sentences that came before; gets those of these documents
 ) -> list[str]:  # documents, some of them shorter, some of them gone
-    "Cut sentences that stood before, and keep a document if it has enough words."
+    "Cut sentences that came before; keep a document if it has enough words."
     kept = []
     for text in documents:
         new = []
         for sentence in re.split(r'(?<=[.:;?!])\s+|\n\s*\n', text):
             key = ' '.join(sentence.split()).lower()
-            if len(key) < 40 or key not in seen:  # what is short comes twice by chance
+            if len(key) < 40 or key not in seen:  # short ones repeat by chance
                 new.append(sentence)
                 seen.add(key)
         text = ' '.join(new)
@@ -54,7 +54,7 @@ def clean(
     return kept
 
 # %% ../nbs/01_text.ipynb #0e657fc5
-SPELLING = normalizers.Sequence(  # one spelling for one word: café and Cafe become cafe
+SPELLING = normalizers.Sequence(  # one spelling for one word: Café becomes cafe
     [
         normalizers.NFKD(),
         normalizers.Lowercase(),
@@ -84,7 +84,7 @@ def read_documents(
     folder: str = '',  # of text files; '' is the built-in corpus, the documentation of Python
     limit: int = 16_000_000,  # bytes
 ) -> list[str]:  # documents
-    "A document is a paragraph of a file, or a docstring of the libraries that are here anyway."
+    "A document is a paragraph of a file, or a docstring of an installed library."
     if folder:
         files = sorted(path for path in Path(folder).rglob('*') if path.suffix in ('.txt', '.md'))
         texts = [path.read_text(encoding='utf-8', errors='replace') for path in files]
