@@ -129,7 +129,7 @@ def learn_tokenizer(
         made.train_from_iterator(documents, trainers.WordPieceTrainer(vocab_size=size, **how))
         return made.get_vocab()
 
-    letters = set(learn(SPECIAL, 0)) - set(SPECIAL)  # sorted, so that each run numbers them alike
+    letters = set(learn(SPECIAL, 0)) - set(SPECIAL)  # in any order: sort them
     letters = sorted(letters, key=lambda letter: (letter.startswith('##'), letter))
     return tokenizer(learn(SPECIAL + letters, vocab_size))
 
@@ -138,7 +138,7 @@ def encode_all(
     tokenizer: Tokenizer,  # from `learn_tokenizer`
     documents: list[str],  # clean text
 ) -> list[list[int]]:  # token ids of each
-    "Text to tokens, with [SEP] behind each document."
+    "Text to tokens, with [SEP] at the end of each document."
     sep = SPECIAL.index('[SEP]')
     return [encoded.ids + [sep] for encoded in tokenizer.encode_batch_fast(documents)]
 
