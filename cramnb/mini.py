@@ -1,6 +1,6 @@
-"""What a BERT is, what the rules of cramming are, and what one command makes in three minutes
+"""What a BERT is, what the rules of cramming are, and what three minutes of training make
 
-From raw text to a held-out loss, in plain lines: what the chapters teach, and nothing of ours is
+From raw text to a held-out loss, in plain lines: what the lessons teach, and nothing of ours is
 imported. `python -m cramnb.mini [FOLDER] [SECONDS]` trains on the text files of a folder, or on
 the documentation of Python, and goes on where it was killed.
 
@@ -12,7 +12,7 @@ Docs: https://cramnb.github.io/cramnb/start.html.md"""
 __all__ = ['SPELLING', 'clean', 'docs_in', 'read_documents', 'is_kept_apart', 'SPECIAL', 'learn_tokenizer', 'encode_all', 'pack_rows', 'rows_at', 'mask_rows', 'generator_at', 'batch_at', 'turned', 'attend', 'SelfAttention', 'Block', 'Encoder', 'MaskedLM', 'loss_of', 'adamw_step', 'orthogonal', 'muon_step', 'step', 'height', 'train', 'fixed_batches', 'mean_loss', 'unigram_loss', 'save', 'load', 'prepare', 'main']
 
 # %% ../nbs/00_start.ipynb #191104d9
-# ruff: noqa: F401 - the cells that the chapters append use these imports
+# ruff: noqa: F401 - the cells that the lessons append use these imports
 import ast
 import json
 import math
