@@ -1,6 +1,6 @@
-"""What a BERT is, what the rules of cramming are, and what one command makes in three minutes
+"""What a BERT is, what the rules of cramming are, and what three minutes of training make
 
-From raw text to a held-out loss, in plain lines: what the chapters teach, and nothing of ours is
+From raw text to a held-out loss, in plain lines: what the lessons teach, and nothing of ours is
 imported. `python -m cramnb.mini [FOLDER] [SECONDS]` trains on the text files of a folder, or on
 the documentation of Python, and goes on where it was killed.
 
@@ -12,7 +12,7 @@ Docs: https://cramnb.github.io/cramnb/start.html.md"""
 __all__ = ['SPELLING', 'clean', 'docs_in', 'read_documents', 'is_kept_apart', 'SPECIAL', 'learn_tokenizer', 'encode_all', 'pack_rows', 'rows_at', 'mask_rows', 'generator_at', 'batch_at', 'attend', 'turned', 'SelfAttention', 'Block', 'Encoder', 'MaskedLM', 'loss_of', 'adamw_step', 'orthogonal', 'muon_step', 'step', 'height', 'train', 'fixed_batches', 'mean_loss', 'unigram_loss', 'save', 'load', 'prepare', 'main']
 
 # %% ../nbs/00_start.ipynb #191104d9
-# ruff: noqa: F401 - the cells that the chapters append use these imports
+# ruff: noqa: F401 - the cells that the lessons append use these imports
 import ast
 import json
 import math
@@ -37,15 +37,15 @@ from torch import Tensor, nn
 # %% ../nbs/01_text.ipynb #d798fb30
 def clean(
     documents: list[str],  # as they come
-    seen: set[str],  # sentences that stood before; gets those of these documents
+    seen: set[str],  # sentences that came before; gets those of these documents
 ) -> list[str]:  # documents, some of them shorter, some of them gone
-    "Cut sentences that stood before, and keep a document if it has enough words."
+    "Cut sentences that came before; keep a document if it has enough words."
     kept = []
     for text in documents:
         new = []
         for sentence in re.split(r'(?<=[.:;?!])\s+|\n\s*\n', text):
             key = ' '.join(sentence.split()).lower()
-            if len(key) < 40 or key not in seen:  # what is short comes twice by chance
+            if len(key) < 40 or key not in seen:  # short ones repeat by chance
                 new.append(sentence)
                 seen.add(key)
         text = ' '.join(new)
@@ -54,7 +54,7 @@ def clean(
     return kept
 
 # %% ../nbs/01_text.ipynb #0e657fc5
-SPELLING = normalizers.Sequence(  # one spelling for one word: café and Cafe become cafe
+SPELLING = normalizers.Sequence(  # one spelling for one word: Café becomes cafe
     [
         normalizers.NFKD(),
         normalizers.Lowercase(),
@@ -84,7 +84,7 @@ def read_documents(
     folder: str = '',  # of text files; '' is the built-in corpus, the documentation of Python
     limit: int = 16_000_000,  # bytes
 ) -> list[str]:  # documents
-    "A document is a paragraph of a file, or a docstring of the libraries that are here anyway."
+    "A document is a paragraph of a file, or a docstring of an installed library."
     if folder:
         files = sorted(path for path in Path(folder).rglob('*') if path.suffix in ('.txt', '.md'))
         texts = [path.read_text(encoding='utf-8', errors='replace') for path in files]
@@ -129,7 +129,7 @@ def learn_tokenizer(
         made.train_from_iterator(documents, trainers.WordPieceTrainer(vocab_size=size, **how))
         return made.get_vocab()
 
-    letters = set(learn(SPECIAL, 0)) - set(SPECIAL)  # sorted, so that each run numbers them alike
+    letters = set(learn(SPECIAL, 0)) - set(SPECIAL)  # in any order: sort them
     letters = sorted(letters, key=lambda letter: (letter.startswith('##'), letter))
     return tokenizer(learn(SPECIAL + letters, vocab_size))
 
@@ -138,7 +138,7 @@ def encode_all(
     tokenizer: Tokenizer,  # from `learn_tokenizer`
     documents: list[str],  # clean text
 ) -> list[list[int]]:  # token ids of each
-    "Text to tokens, with [SEP] behind each document."
+    "Text to tokens, with [SEP] at the end of each document."
     sep = SPECIAL.index('[SEP]')
     return [encoded.ids + [sep] for encoded in tokenizer.encode_batch_fast(documents)]
 
@@ -159,7 +159,7 @@ def rows_at(
     n: int,  # rows of an epoch
     seed: int = 0,  # of the run
 ) -> list[int]:  # numbers of rows
-    "Which rows stand there? Each epoch has an order of its own, and nothing has to be saved."
+    "The row numbers at these places; each epoch has an order of its own."
     first, last = start // n, (start + size - 1) // n
     epochs = [np.random.default_rng([seed, k]).permutation(n) for k in range(first, last + 1)]
     return np.concatenate(epochs)[start - first * n :][:size].tolist()
