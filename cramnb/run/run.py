@@ -510,6 +510,8 @@ def _recipe_of(model, corpus, train, budget, folder, seed, impl):
     if model.config.vocab_size != corpus.vocab_size:
         sizes = f"{model.config.vocab_size:,} words, the corpus {corpus.vocab_size:,}"
         raise CramError(f"The model has {sizes}: build it with `build_model(arch, corpus)`.")
+    if any(p.is_inference() for p in model.parameters()):
+        raise CramError("The model was built under torch.inference_mode: build it outside of it.")
     impl = replace(_part('impl', impl), path=str(corpus.place.parent))
     parts = dict(arch=arch, data=data, train=_part('train', train), impl=impl)
     parts |= dict(eval=preset('eval', 'local'), budget=parse_budget(budget), seed=seed)
