@@ -772,7 +772,7 @@ def _after_failure(build, error):
         Path(f'{build}'.removesuffix('.partial') + '.lock').unlink(missing_ok=True)
         if not any(build.parent.iterdir()):
             build.parent.rmdir()
-    if disk_full(error):
+    if disk_full(error) or isinstance(error, DiskFull):
         what = f"The disk is full: {build} cannot grow. Free some space and call again"
         return DiskFull(f"{what}; finished parts are kept.")
     if isinstance(error, CramError) and kept:
