@@ -107,18 +107,13 @@ def test_a_damaged_shard_is_named_and_nothing_else_is_thrown_away(texts, tmp_pat
     assert next(tmp_path.glob("*.partial/read.json"))
 
 
-def test_a_mistake_after_hours_keeps_the_hours(texts, tmp_path):
-    data = small(texts, trash_cutoff=0.001)
-    with pytest.raises(CramError, match="leaves no text.*What is finished stays in"):
-        Corpus.build(data, tmp_path / "corpora")
-    assert next((tmp_path / "corpora").glob("*.partial/read.json"))
-
-
-@pytest.mark.parametrize("text", ["", "   "])
-def test_a_mistake_before_anything_was_built_leaves_nothing(text, tmp_path):
-    empty = write_lines(tmp_path / "empty.jsonl", [text])
+@pytest.mark.parametrize(
+    "text, change", [("", {}), ("   ", {}), ("too short", {}), ("a b " * 9999, dict(vocab_size=1))]
+)
+def test_a_text_that_is_refused_leaves_nothing(text, change, tmp_path):
+    file = write_lines(tmp_path / "file.jsonl", [text])
     with pytest.raises(CramError):
-        Corpus.build(small(empty), tmp_path / "corpora")
+        Corpus.build(small(file, **change), tmp_path / "corpora")
     assert not (tmp_path / "corpora").exists()
 
 

@@ -165,8 +165,11 @@ def test_the_command_goes_on_with_a_run_of_the_library(trained, corpus, capsys):
         (dict(train="tinny"), "'tiny'"),
         (dict(budget="soon"), "3m"),
         (dict(budget=-1), "3m"),
-        (dict(folder=""), "runs/a"),
-        (dict(folder=7), "runs/a"),
+        (dict(folder=""), "folder"),
+        (dict(folder=7), "folder"),
+        (dict(folder=b"a"), "folder"),
+        (dict(folder=__file__), "folder"),
+        (dict(folder="/"), "runs/a"),
         (dict(seed="x"), "seed"),
         (dict(impl=dict(device="cpu")), "Impl options"),
     ],
@@ -185,7 +188,7 @@ def test_a_model_of_another_vocabulary_is_refused(corpus, tmp_path):
         Trainer(model, corpus, TRAIN, folder=tmp_path / "a")
 
 
-@pytest.mark.parametrize("where", ["runs/nowhere", "", None, 7])
+@pytest.mark.parametrize("where", ["runs/nowhere", "", None, 7, "~nosuch", "a" * 5000, __file__])
 def test_weights_that_are_not_there_are_one_line(where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for call in (load, evaluate):
@@ -194,11 +197,25 @@ def test_weights_that_are_not_there_are_one_line(where, tmp_path, monkeypatch):
         assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
-def test_wrong_tasks_are_one_line(trained, corpus):
-    for tasks in ("ordre", 7, []):
-        with pytest.raises(CramError) as error:
-            evaluate(trained[1].folder, tasks, corpus=corpus)
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(tasks="ordre"),
+        dict(tasks=7),
+        dict(tasks=[]),
+        dict(corpus=3),
+        dict(seed=-1),
+        dict(seed=None),
+        dict(folder=3),
+        dict(folder=__file__),
+        dict(model=torch.nn.Linear(2, 2)),
+    ],
+)
+def test_wrong_exams_are_one_line(wrong, trained, corpus):
+    given = dict(model=trained[1].folder, tasks=EXAM, corpus=corpus) | wrong
+    with pytest.raises(CramError) as error:
+        evaluate(**given)
+    assert "\n" not in str(error.value)
 
 
 SCRIPT = """

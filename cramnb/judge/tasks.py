@@ -33,7 +33,7 @@ import numpy as np
 from scipy import stats
 from sklearn import metrics as sk
 
-from ..core import CramError, nearest, printable
+from ..core import CramError, Missing, nearest, printable
 from ..options import Eval
 
 # %% ../../nbs/library/judge/tasks.ipynb #32ae58cc
@@ -364,10 +364,10 @@ _FORMATS = _read | dict(parquet=_read_binary, arrow=_read_binary)
 def read_table(
     path: str | Path,  # .csv, .tsv, .jsonl, .json (each also with .gz), .parquet or .arrow
 ) -> list[dict]:  # one dict for each row
-    "Read a table. Raises CramError, or FileNotFoundError."
+    "Read a table. Raises CramError."
     path = Path(path).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(f"eval.files={path}: there is no such file.")
+        raise Missing(f"eval.files={path}: there is no such file.")
     kind = path.name.removesuffix('.gz').rpartition('.')[2].lower()
     if kind not in _FORMATS:
         raise CramError(f"eval.files={path}: give .csv, .tsv or .jsonl (or .json), also with .gz.")
@@ -416,7 +416,7 @@ def own_task(
     label_column: str = 'label',  # classes or values; a list of tags makes a task of words
     seed: int = 0,  # of the rows that are held out where there is one file
 ) -> tuple[Task, dict[str, list[dict]], str]:  # task, splits, remark
-    "Make a task from the reader's own table. Raises CramError, or FileNotFoundError."
+    "Make a task from the reader's own table. Raises CramError."
     single = Path(files).expanduser().is_file()  # its name may hold a comma
     paths = [str(files)] if single else [p.strip() for p in str(files).split(',') if p.strip()]
     if len(paths) not in (1, 2):
@@ -552,12 +552,12 @@ def _task_folder(
     name: str,  # of a task
     glue_dir: str | Path,  # where to look
 ) -> Path:  # glue_dir/sst2, or SST-2, as GLUE spells it
-    "Find the folder of a task, whatever its capitals and hyphens. Raises FileNotFoundError."
+    "Find the folder of a task, whatever its capitals and hyphens. Raises CramError."
     root = Path(glue_dir).expanduser()
     for p in sorted(root.iterdir()) if root.is_dir() else ():
         if p.is_dir() and re.sub('[^a-z0-9]', '', p.name.lower()) == name:
             return p
-    raise FileNotFoundError(f"eval.glue_dir={glue_dir}: there is no folder {name} in it.")
+    raise Missing(f"eval.glue_dir={glue_dir}: there is no folder {name} in it.")
 
 # %% ../../nbs/library/judge/tasks.ipynb #c8496e9f
 _SPLITS = dict(  # our names, and those of files
@@ -633,7 +633,7 @@ def load_folder(
     name: str,  # of a task
     glue_dir: str | Path,  # one folder for each task: JSON lines, GLUE's own _TSV, hub's parquet
 ) -> dict[str, list[dict]]:  # 'train', 'dev', and where there are any the others of _SPLITS
-    "Read a task from files. Raises FileNotFoundError, or CramError for what cannot be read."
+    "Read a task from files. Raises CramError."
     task, folder, found = TASKS[name], _task_folder(name, glue_dir), {}
     for split, stems in _SPLITS.items():
         if 'mismatched' in split and not task.extra:
@@ -646,7 +646,7 @@ def load_folder(
         elif not split.startswith('test'):
             names = ', '.join(f'{s}.jsonl(.gz)' for s in stems)
             other = 'and no .tsv, .json, .csv or .parquet of these names'
-            raise FileNotFoundError(f"{folder} holds none of {names}, {other}.")
+            raise Missing(f"{folder} holds none of {names}, {other}.")
     return found
 
 # %% ../../nbs/library/judge/tasks.ipynb #166313d4

@@ -30,7 +30,7 @@ from transformers.utils.generic import can_return_tuple
 from ..core import CramError
 from .encoder import CHOICES, CrammedBertConfig, CrammedBertModel
 from .encoder import CrammedBertPreTrainedModel, make_norm
-from ..options import BERT_READS, GATED, Arch, check_arch
+from ..options import BERT_READS, GATED, Arch, Impl, check_arch
 from ..recipe import preset
 
 # %% ../../nbs/library/model/mlm.ipynb #2e4920eb
@@ -175,10 +175,11 @@ def build_model(
     tokenizer = getattr(corpus, 'tokenizer', None)
     if not isinstance(arch, Arch):
         raise CramError(f"arch is a {type(arch).__name__}: give an Arch, or the name of a preset.")
-    if tokenizer is None and type(corpus) is not int:
-        kind = type(corpus).__name__
-        raise CramError(f"corpus is a {kind}: give a Corpus, or the size of a vocabulary.")
+    if tokenizer is None and (type(corpus) is not int or corpus < 1):
+        what = corpus if type(corpus) is int else type(corpus).__name__
+        raise CramError(f"corpus is {what}: give a Corpus, or the size of a vocabulary.")
     check_arch(arch)
+    Impl(attn_implementation=attn_implementation, loss_chunk_size=loss_chunk_size)
     given = dict(vocab_size=corpus if tokenizer is None else corpus.vocab_size)
     given |= dict(pad_token_id=0 if tokenizer is None else tokenizer.pad_token_id)
     given |= dict(attn_implementation=attn_implementation)

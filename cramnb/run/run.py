@@ -37,7 +37,7 @@ from ..model.mlm import build_model
 from ..model.attention import check_attention
 from ..train.tuning import Way, as_before, settle, trainer_options, uneven_batch, way_of
 from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
-from ..core import CramError, Stopped, fingerprint, load_pretrained, nearest, quiet
+from ..core import CramError, Stopped, fingerprint, folder_of, load_pretrained, nearest, quiet
 from ..core import read_json, say, whole, write_json, write_text
 from .plan import within_memory
 from ..train.device import compile_ahead, pick_device, pick_precision, process_settings
@@ -300,6 +300,9 @@ def _train(recipe, model, corpus, world, progress, say):
         compile_ahead(loop)
         try:
             _drive(recipe, loop, held, measured, record)
+            if recipe.train.progress == 'time' and loop.state.update < 2:
+                remedy = 'give more time, a smaller train.batch_size or a smaller model'
+                say(f"One update takes the whole budget, so nothing was learnt: {remedy}.")
         except Stopped:
             if record:
                 record.keep(must=True)
@@ -437,10 +440,11 @@ def find_checkpoint(
     which: str = 'latest',  # of a run: latest, best, or untrained
 ) -> Checkpoint:
     "The weights in a folder. Raises CramError where there are none."
-    if not isinstance(where, (str, Path)) or not str(where):
-        raise CramError(f"{where!r} is no place of weights: give a folder, or 'hf://NAME'.")
-    path = Path(where).expanduser()
-    if str(where).startswith('hf://') or (path / 'config.json').exists():
+    hub = str(where).startswith('hf://')
+    path = Path(where) if hub else folder_of(where, 'weights')
+    if not isinstance(which, str):
+        raise CramError(f"which is a {type(which).__name__}: give latest, best, or untrained.")
+    if hub or (path / 'config.json').exists():
         untrained = '-untrained' * which.endswith('untrained')
         return resolve_checkpoint(path, f'{where}{untrained}')
     return resolve_checkpoint(path, which)
@@ -500,15 +504,15 @@ def _data_of(corpus):
 # %% ../../nbs/library/run/run.ipynb #84a1244c
 def _recipe_of(model, corpus, train, budget, folder, seed, impl):
     "The recipe that the arguments of a `Trainer` describe. Raises CramError."
-    if not isinstance(folder, (str, Path)) or not Path(folder).name:
-        raise CramError(f"folder={folder!r}: give the folder of the run, such as 'runs/a'.")
-    data, arch, folder = _data_of(corpus), arch_of(model), Path(os.path.expanduser(folder))
-    if folder.parts[0].startswith('~'):
-        raise CramError(f"folder={folder}: there is no such home folder.")
+    data, arch, folder = _data_of(corpus), arch_of(model), folder_of(folder)
+    if not folder.name:
+        raise CramError(f"folder={folder}: give the folder of the run, such as 'runs/a'.")
     if model.config.vocab_size != corpus.vocab_size:
         sizes = f"{model.config.vocab_size:,} words, the corpus {corpus.vocab_size:,}"
         raise CramError(f"The model has {sizes}: build it with `build_model(arch, corpus)`.")
-    impl = replace(_part('impl', impl), path=str(corpus.folder.parent))
+    if any(p.is_inference() for p in model.parameters()):
+        raise CramError("The model was built under torch.inference_mode: build it outside of it.")
+    impl = replace(_part('impl', impl), path=str(corpus.place.parent))
     parts = dict(arch=arch, data=data, train=_part('train', train), impl=impl)
     parts |= dict(eval=preset('eval', 'local'), budget=parse_budget(budget), seed=seed)
     return check(Recipe(name=folder.name, base_dir=str(folder.parent), **parts))
@@ -742,6 +746,8 @@ def _keep(model, corpus, folder):
     "A model that lies in no folder yet, as a checkpoint in one."
     if corpus is None:
         raise CramError("A model alone has no tokenizer: give corpus=, or the folder of its run.")
+    if not hasattr(model, 'save_pretrained'):
+        raise CramError(f"model is a {type(model).__name__}: give a model of transformers.")
     with quiet():
         model.save_pretrained(folder)
         corpus.tokenizer.save_pretrained(folder)
@@ -761,6 +767,11 @@ def evaluate(
 ) -> Scores:
     "Fine-tune on each task and score; trials that are there already are not run again."
     ev, impl = _protocol(tasks), _part('impl', impl)
+    Recipe(seed=seed)  # refuses what is none
+    if corpus is not None:
+        _data_of(corpus)
+    if folder is not None:
+        folder = folder_of(folder)
     progress = Bars() if progress is None else progress
     if isinstance(model, nn.Module):
         with tempfile.TemporaryDirectory() as place:

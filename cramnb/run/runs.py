@@ -177,7 +177,8 @@ def check_folder(recipe: Recipe) -> Path:  # its folder, which need not be there
     kept = {k: v for k, v in changes.items() if k.split('.')[0] in _LEARNS}
     if told := [f'{k} was {a} and is now {b}' for k, (a, b) in kept.items()]:
         problem = f"{folder} holds a run with another recipe ({'; '.join(told[:5])})"
-        remedy = "choose another one, or throw it away (the command: fresh=True)."
+        remedy = "go on with the command or program that began it, choose another one, or "
+        remedy += "throw it away (the command: fresh=True)."
         raise CramError(f"name={recipe.name}: {problem}: {remedy}")
     return folder
 

@@ -43,7 +43,7 @@ from huggingface_hub import hf_hub_download, metadata_load
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedTokenizerFast
 
-from ..core import CramError, fingerprint, load_pretrained, nearest, printable, whole
+from ..core import CramError, Missing, fingerprint, load_pretrained, nearest, printable, whole
 from ..options import Data
 from .packing import narrow
 from ..options import PRESETS
@@ -350,7 +350,7 @@ def _complaint(error):
 def find_files(
     spec: str | Path,  # file, folder or glob; several separated by commas
 ) -> list[Path]:  # sorted, folders searched to the bottom
-    "Find the files a user named. Raises FileNotFoundError or CramError."
+    "Find the files a user named. Raises Missing, or another CramError."
     whole, found = os.path.expanduser(spec), []
     parts = [whole] if os.path.isfile(whole) else [s.strip() for s in str(spec).split(',')]
     for part in map(os.path.expanduser, filter(None, parts)):
@@ -359,7 +359,7 @@ def find_files(
         if not hits:
             why = "there is no such file, and no folder or pattern with files in it"
             beside = nearest(part, glob.glob(os.path.join(os.path.dirname(part), '*')))
-            raise FileNotFoundError(f"data.files={part[:200]}: {why}.{beside}")
+            raise Missing(f"data.files={part[:200]}: {why}.{beside}")
     named = f"data.files={str(spec) or '(empty)'} names no text"
     kinds = f"files or folders of {', '.join(READERS)} (also .gz and .zst)"
     if not found:
@@ -698,7 +698,7 @@ def documents(
     report: Report | None = None,  # is told what was met, and what each source gave
     heldout_limit: int = 2_000_000,  # characters to hold out at most
 ) -> Iterator[tuple[str, bool]]:  # (text, held out?)
-    "Stream a source or a mix. Raises CramError, FileNotFoundError or ConnectionError."
+    "Stream a source or a mix. Raises CramError or ConnectionError."
     report, parts, copies = report or Report(), mix_parts(data), set()
     apart, left = _held_apart(parts, report, heldout_limit), heldout_limit
     yield from ((piece, True) for text in apart for piece in split_long(text))

@@ -18,7 +18,6 @@ __all__ = ['SHARD', 'LEARN_FROM', 'PART_ROWS', 'FORMAT', 'FILES', 'Shards', 'eac
 # %% ../../nbs/library/text/store.ipynb #b46cbc45
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import warnings
@@ -42,7 +41,8 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ..core import CramError, DiskFull, disk_full, fingerprint, load_pretrained, nearest
+from ..core import CramError, DiskFull, Missing, Unfinished, disk_full, fingerprint, folder_of
+from ..core import load_pretrained, nearest
 from ..core import printable, read_json, remove, whole, write_array, write_json, write_text
 from ..options import Data
 from cramnb.text.packing import (
@@ -90,10 +90,10 @@ class Shards:
         try:
             return pq.ParquetFile(path).read()
         except (PermissionError, MemoryError) as e:
-            raise CramError(f"{path} cannot be read: {first_line(e)}.") from None
+            raise Unfinished(f"{path} cannot be read: {first_line(e)}.") from None
         except (OSError, pa.ArrowException) as e:
             again = f"Delete {build} and call again to build it anew."
-            raise CramError(f"{path} is damaged ({first_line(e)}). {again}") from None
+            raise Unfinished(f"{path} is damaged ({first_line(e)}). {again}") from None
 
     def write(self, n: int, **columns):
         with whole(self.path(n)) as temporary:
@@ -122,7 +122,7 @@ def each_shard(
     except TerminatedWorkerError as e:
         last = ' '.join(str(e).split())
         remedy = "Finished shards are kept. LOKY_MAX_CPU_COUNT=1 works with one process."
-        raise CramError(f"A process died while {stage}: {last} {remedy}") from None
+        raise Unfinished(f"A process died while {stage}: {last} {remedy}") from None
 
 # %% ../../nbs/library/text/store.ipynb #1d3da399
 def _make_shard(job, data, folder, old, new, n):
@@ -729,13 +729,15 @@ def check_files(
 ):
     "Compare every file with the card. Raises CramError naming the one that has changed."
     note, rows = folder / 'rows.checked', folder / 'rows.arrow'
-    for name, size in card['bytes'].items():
+    for name in FILES:  # all of them, whatever a card leaves out
+        size = card['bytes'].get(name)
         if not (folder / name).exists() or (folder / name).stat().st_size != size:
             raise CramError(f"{name} is cut or gone")
     state = rows.stat()
     state = [state.st_size, state.st_mtime_ns, state.st_ctime_ns]
     known = note.exists() and note.read_text() == json.dumps(state)
-    for name, checksum in card['checksums'].items():
+    for name in FILES:
+        checksum = card['checksums'].get(name)
         if not (known and name == rows.name) and fingerprint(folder / name) != checksum:
             raise CramError(f"{name} has changed")
     with suppress(CramError, OSError):  # a shared folder is read-only, or a thread was faster
@@ -761,8 +763,10 @@ def _lock(folder, progress):
 
 # %% ../../nbs/library/text/store.ipynb #65830603
 def _after_failure(build, error):
-    "Keep what took time; leave nothing behind where nothing was built. Returns the error to raise."
-    kept = (build / 'read.json').exists() or any((build / 'parts').glob('*.json'))
+    "Keep what took time; a text that is refused leaves nothing. Returns the error to raise."
+    refused = isinstance(error, CramError) and not isinstance(error, Unfinished)
+    kept = (build / 'read.json').exists() and not refused  # other options have another build
+    kept = kept or any((build / 'parts').glob('*.json'))
     if not kept:
         remove(build)
         Path(f'{build}'.removesuffix('.partial') + '.lock').unlink(missing_ok=True)
@@ -795,13 +799,13 @@ def _build(data, folder, progress):
     build.rename(folder)
 
 # %% ../../nbs/library/text/store.ipynb #e3ecd6c4
-def _options(**given):
-    "The options of a corpus. Raises CramError for a name that is none."
-    known = [f.name for f in fields(Data)]
+def _options(given, **own):
+    "The options of a corpus. Raises CramError for a name that is none, or not the user's."
+    known = [f.name for f in fields(Data) if f.name not in ('source', *own)]
     for name in given:
         if name not in known:
             raise CramError(f"A corpus has no option {name!r}.{nearest(name, known)}")
-    return Data(**given)
+    return Data(**given, **own)
 
 # %% ../../nbs/library/text/store.ipynb #4b4d3940
 def _write_texts(texts, path):
@@ -832,6 +836,9 @@ class Corpus:
     tokenizer: PreTrainedTokenizerFast  # of the rows
     card: dict  # options and counts; empty where nobody wrote one
 
+    def __post_init__(self):
+        self.place = self.folder.absolute()  # the program may go to another folder
+
     @classmethod
     def build(
         cls,
@@ -840,7 +847,9 @@ class Corpus:
         progress: Callable = lambda *_: None,  # progress(stage, done, total)
     ) -> 'Corpus':
         "Find a corpus or build it; a build that was stopped goes on. Raises CramError."
-        where = store_folder(data, os.path.expanduser(folder))
+        if not isinstance(data, Data):
+            raise CramError(f"data is a {type(data).__name__}: give Data options.")
+        where = store_folder(data, folder_of(folder))
         if not (where / 'card.json').exists():  # before the lock: a shared folder may be read-only
             with _lock(where, progress):
                 if not (where / 'card.json').exists():
@@ -852,11 +861,11 @@ class Corpus:
         cls,
         folder: str | Path,  # of one corpus
     ) -> 'Corpus':
-        "Open a finished corpus. Raises FileNotFoundError, or CramError for damage."
-        folder = Path(os.path.expanduser(folder))
+        "Open a finished corpus. Raises Missing, or CramError for damage."
+        folder = folder_of(folder)
         again = f"Delete {folder}, and it will be built again."
         if not (folder / 'card.json').exists():
-            raise FileNotFoundError(f"{folder} holds no finished corpus.")
+            raise Missing(f"{folder} holds no finished corpus.")
         card = read_json(folder / 'card.json', CorpusCard, again)
         try:
             check_files(folder, card)
@@ -878,15 +887,22 @@ class Corpus:
         **options,  # fields of `Data`: vocab_size, seq_length and so on
     ) -> 'Corpus':
         "Build a corpus of texts, or find it built. Raises CramError for what is no text."
-        folder, data = Path(os.path.expanduser(folder)), _options(source='files', **options)
+        folder, data = folder_of(folder), _options(options, source='files', files='')
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with tempfile.TemporaryDirectory(prefix='texts-', dir=folder) as scratch:
                 file = Path(scratch, 'texts.jsonl')
                 _write_texts(texts, file)
                 # named by its content: a run finds its text again, and one text is kept once
-                kept = file.replace(folder / f'texts_{fingerprint(file)[:12]}.jsonl')
-            return cls.build(replace(data, files=str(kept)), folder)
+                kept = folder / f'texts_{fingerprint(file)[:12]}.jsonl'
+                known = kept.exists()
+                file.replace(kept)
+            try:
+                return cls.build(replace(data, files=str(kept)), folder)
+            except CramError as e:
+                if not (known or isinstance(e, Unfinished)):
+                    remove(kept)
+                raise
         finally:
             with suppress(OSError):
                 folder.rmdir()  # where a mistake has left it empty
@@ -899,10 +915,11 @@ class Corpus:
         **options,  # fields of `Data`
     ) -> 'Corpus':
         "Build a corpus of files, or find it built."
+        if not isinstance(paths, (str, Path, list, tuple)):
+            raise CramError(f"paths is a {type(paths).__name__}: give a path, or a list of paths.")
         paths = [paths] if isinstance(paths, (str, Path)) else paths
-        return cls.build(
-            _options(source='files', files=','.join(map(str, paths)), **options), folder
-        )
+        data = _options(options, source='files', files=','.join(map(str, paths)))
+        return cls.build(data, folder)
 
     @classmethod
     def from_hub(
@@ -913,7 +930,7 @@ class Corpus:
         **options,  # fields of `Data`
     ) -> 'Corpus':
         "Build a corpus of a data set of the hub, or find it built."
-        return cls.build(_options(source='hub', hub_path=path, hub_name=name, **options), folder)
+        return cls.build(_options(options, source='hub', hub_path=path, hub_name=name), folder)
 
     def batch(self, start: int, n: int, seed: int) -> np.ndarray:
         "Rows `start` to `start+n` of the endless stream of epochs, integer [n, T]."
@@ -926,7 +943,7 @@ class Corpus:
 
     def heldout_documents(self) -> list[str]:
         "The held-out text, for the exam that is made from it."
-        return read_json(self.folder / 'heldout.json', list)
+        return read_json(self.place / 'heldout.json', list)
 
     @property
     def vocab_size(self) -> int:
@@ -945,7 +962,7 @@ class Corpus:
     @property
     def token_counts(self) -> np.ndarray:
         "How often each token occurs in all training rows, int64 [V]."
-        return np.load(self.folder / 'token_counts.npy')
+        return np.load(self.place / 'token_counts.npy')
 
     @property
     def fingerprint(self) -> str:

@@ -229,7 +229,7 @@ def process_settings(
         if device.type == 'cuda':
             torch.set_float32_matmul_precision('high')
             _limit_memory(parse_memory(impl.memory), device)
-        with keep_memory(device):
+        with keep_memory(device), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         torch.set_num_threads(threads)
