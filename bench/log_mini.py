@@ -1,4 +1,4 @@
-"""`cramnb.mini` against the library's `tiny` at equal time, three seeds, one core each, side by side:
+"""`cramnb.mini` against the library's `tiny` at equal time, three seeds, one core each:
 `python bench/log_mini.py COMMIT > nbs/data/mini.json`.
 
 Both read the rows of one corpus (the built-in text) and are judged by mini's own `mean_loss` on
