@@ -16,13 +16,13 @@ from cramnb.cli import main
 from cramnb.core import CramError
 from cramnb.judge.finetune import run_trial
 from cramnb.judge.score import evaluate_checkpoint
-from cramnb.judge.tasks import GLUE, TASKS, check_rows, load_folder, load_hub, load_tasks, own_task
+from cramnb.judge.tasks import GLUE, TASKS, load_folder, load_hub, load_tasks, own_task, remark_on
 
 
 @pytest.mark.parametrize("name", SIX)
 def test_real_tasks_load_and_partial_ones_are_said(name):
     splits = load_folder(name, beside("data") / "glue")
-    remark = check_rows(TASKS[name], splits)
+    remark = remark_on(TASKS[name], splits)
     if name == "mnli":
         assert "27,438 of 392,702 training rows" in remark and len(splits["dev_mismatched"]) == 9832
     else:
@@ -104,7 +104,6 @@ def test_a_copy_of_the_hub_and_other_tables(name, layout, tmp_path):
     keep = lambda rows: [{k: r[k] for k in (*TASKS[name].fields, "label")} for r in rows]
     assert keep(got["train"]) == keep(got["dev"]) == keep(rows_of(name, 5))
     assert len(got["test"]) == 5 and ("test_mismatched" in got) == (name == "mnli")
-    check_rows(TASKS[name], got)
 
 
 def test_two_parts_of_a_split_are_one(tmp_path):
@@ -113,7 +112,8 @@ def test_two_parts_of_a_split_are_one(tmp_path):
     for n, name in enumerate(names):
         rows = datasets.Dataset.from_list(rows_of("rte", 3, n))
         rows.to_parquet(tmp_path / f"rte/{name}.parquet")
-    assert load_folder("rte", tmp_path)["train"] == rows_of("rte", 3) + rows_of("rte", 3, 1)
+    got = [r["sentence1"] for r in load_folder("rte", tmp_path)["train"]]
+    assert got == [r["sentence1"] for r in rows_of("rte", 3) + rows_of("rte", 3, 1)]
 
 
 def test_superglue_has_other_names_and_labels(tmp_path):
@@ -152,7 +152,7 @@ def test_damaged_files_cost_one_line(ending, content, tmp_path):
     for split in ("train", "dev"):
         (tmp_path / f"cola/{split}.{ending}").write_bytes(content)
     with pytest.raises(CramError) as error:
-        check_rows(TASKS["cola"], load_folder("cola", tmp_path))
+        load_folder("cola", tmp_path)
     told = str(error.value)
     assert len(told.splitlines()) == 1 and len(told) < 500 and "\x1b" not in told
 
