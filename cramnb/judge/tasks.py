@@ -63,6 +63,7 @@ _pair = ('sentence1', 'sentence2')
 _yes_no = dict(labels=('entailment', 'not_entailment'))
 _true = dict(labels=('False', 'True'), hub='aps/super_glue')
 _three = ('entailment', 'neutral', 'contradiction')
+_cb = ('entailment', 'contradiction', 'neutral')
 TASKS = dict(
     cola=Task(('sentence',), 2, ('matthews',), (8_551, 1_043)),
     sst2=Task(('sentence',), 2, ('accuracy',), (67_349, 872)),
@@ -74,21 +75,12 @@ TASKS = dict(
     rte=Task(_pair, 2, ('accuracy',), (2_490, 277), **_yes_no),
     wnli=Task(_pair, 2, ('accuracy',), (635, 71), in_mean=False),
     boolq=Task(('question', 'passage'), 2, ('accuracy',), (9_427, 3_270), **_true),
-    cb=Task(
-        _nli,
-        3,
-        ('macro_f1', 'accuracy'),
-        (250, 56),
-        ('entailment', 'contradiction', 'neutral'),
-        hub='aps/super_glue',
-    ),
+    cb=Task(_nli, 3, ('macro_f1', 'accuracy'), (250, 56), _cb, hub='aps/super_glue'),
     wic=Task(('word', *_pair), 2, ('accuracy',), (5_428, 638), **_true),
     acceptability=Task(('sentence',), 2, ('matthews', 'accuracy')),
     order=Task(_pair, 2, ('accuracy', 'f1')),
     similarity=Task(_pair, 1, ('pearson', 'spearman')),
 )
-
-# %% ../../nbs/library/judge/tasks.ipynb #685e72af
 TASKS = {name: replace(task, name=name) for name, task in TASKS.items()}
 GLUE, LOCAL = tuple(TASKS)[:9], tuple(TASKS)[-3:]
 
@@ -105,10 +97,6 @@ def task_names(
         raise CramError(f"eval.tasks={problem}: choose from {', '.join(TASKS)}.{hint}")
     return names
 
-# %% ../../nbs/library/judge/tasks.ipynb #971fc3d7
-def _accuracy(references, predictions):
-    return (references == predictions).mean()
-
 # %% ../../nbs/library/judge/tasks.ipynb #df1996d8
 def _correlation(kind, references, predictions):
     "Pearson or Spearman; a constant column correlates with nothing, which counts as 0."
@@ -118,7 +106,7 @@ def _correlation(kind, references, predictions):
 
 # %% ../../nbs/library/judge/tasks.ipynb #f2286e43
 METRICS = dict(  # each takes references and predictions
-    accuracy=_accuracy,
+    accuracy=sk.accuracy_score,
     f1=partial(sk.f1_score, zero_division=0),
     macro_f1=partial(sk.f1_score, average='macro', zero_division=0),
     matthews=sk.matthews_corrcoef,
@@ -169,14 +157,13 @@ def sentences(
     text: str,  # a document
 ) -> list[str]:  # of 5 to 30 words, mostly letters
     "Split prose into sentences and leave out what is not one."
-    parts = re.split(r'(?<=[.!?])\s+(?=[A-Z])', ' '.join(text.split()))
-    return [p for p in parts if 5 <= len(p.split()) <= 30 and _is_prose(p)]
-
-# %% ../../nbs/library/judge/tasks.ipynb #f0ba5302
-def _is_prose(part):
-    "Capital first, a mark at the end, letters between."
-    letters = sum(c.isalpha() or c == ' ' for c in part)
-    return part[:1].isupper() and part[-1:] in '.!?' and letters > 0.85 * len(part)
+    found = []
+    for part in re.split(r'(?<=[.!?])\s+(?=[A-Z])', ' '.join(text.split())):
+        letters = sum(c.isalpha() or c == ' ' for c in part)
+        whole = part[:1].isupper() and part[-1:] in '.!?'
+        if whole and 5 <= len(part.split()) <= 30 and letters > 0.85 * len(part):
+            found.append(part)
+    return found
 
 # %% ../../nbs/library/judge/tasks.ipynb #48983287
 def scramble(
@@ -217,9 +204,10 @@ def _suite_rows(documents, rng):
     one = [(scramble(s, rng) if bad else s, int(not bad)) for s, bad in zip(singles, spoilt)]
     two = [(b, a, 0) if turned else (a, b, 1) for (a, b), turned in zip(pairs, swapped)]
     three = [(s, new, label) for s, (new, label) in zip(singles, changed)]
-    columns = {name: (*TASKS[name].fields, 'label') for name in LOCAL}
-    rows = dict(zip(LOCAL, (one, two, three)))
-    return {name: [dict(zip(columns[name], r)) for r in rows[name]] for name in LOCAL}
+    rows = {}
+    for name, answers in zip(LOCAL, (one, two, three)):
+        rows[name] = [dict(zip((*TASKS[name].fields, 'label'), row)) for row in answers]
+    return rows
 
 # %% ../../nbs/library/judge/tasks.ipynb #ef311bad
 def local_suite(
@@ -316,20 +304,18 @@ def _read_parquet(path):
     except Exception as e:  # damaged bytes raise half a dozen kinds of errors
         raise CramError(f"{path} cannot be read: {_short(str(e) or type(e).__name__)}.") from None
 
-# %% ../../nbs/library/judge/tasks.ipynb #35fc91b3
-_FORMATS = dict(jsonl=_read_json, json=_read_json, csv=_read_csv, tsv=_read_csv)
-_FORMATS['parquet'] = _read_parquet
-
 # %% ../../nbs/library/judge/tasks.ipynb #ef9a4609
 def _read_table(path):
     "Rows of a table, one dict each. Raises CramError, or FileNotFoundError."
     path = Path(path).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"eval.files={path}: there is no such file.")
+    readers = dict(jsonl=_read_json, json=_read_json, csv=_read_csv, tsv=_read_csv)
+    readers['parquet'] = _read_parquet
     kind = path.name.removesuffix('.gz').rpartition('.')[2].lower()
-    if kind not in _FORMATS:
+    if kind not in readers:
         raise CramError(f"eval.files={path}: give .csv, .tsv or .jsonl (or .json), also with .gz.")
-    return _FORMATS[kind](path)
+    return readers[kind](path)
 
 # %% ../../nbs/library/judge/tasks.ipynb #489c3fec
 def _number_of(value):
@@ -377,7 +363,12 @@ def own_task(
     paths = [str(files)] if single else [p.strip() for p in str(files).split(',') if p.strip()]
     if len(paths) not in (1, 2):
         raise CramError(f"eval.files={files}: give a training file, or training,evaluation file.")
-    tables = [_own_table(path, label_column) for path in paths]
+    tables = [_read_table(path) for path in paths]
+    for path, rows in zip(paths, tables):
+        _check_columns(f'eval.files={path}', rows, [label_column])
+        lost = [n for n, row in enumerate(rows, 1) if row.get(label_column) in (None, '')]
+        if lost:
+            raise CramError(f"eval.files={path}: row {lost[0]} has no {label_column}.")
     remark = ''
     if len(tables) == 1:
         if len(tables[0]) < 10:
@@ -389,16 +380,6 @@ def own_task(
     name = Path(paths[0]).name.split('.')[0]
     task = _describe(name, sum(tables, []), metric, text_columns, label_column)
     return task, _checked(task, dict(zip(('train', 'dev'), tables)), label_column), remark
-
-# %% ../../nbs/library/judge/tasks.ipynb #27e32d89
-def _own_table(path, label_column):
-    "Rows that all have a label. Raises CramError."
-    rows = _read_table(path)
-    _check_columns(f'eval.files={path}', rows, [label_column])
-    lost = [n for n, row in enumerate(rows, 1) if row.get(label_column) in (None, '')]
-    if lost:
-        raise CramError(f"eval.files={path}: row {lost[0]} has no {label_column}.")
-    return rows
 
 # %% ../../nbs/library/judge/tasks.ipynb #17057651
 _OTHERS = dict(sentence1='premise', sentence2='hypothesis')  # SuperGLUE has these names in RTE
