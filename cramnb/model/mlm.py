@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, BertConfig, BertForMaskedLM
 from transformers import modeling_outputs as outputs
+from transformers.modeling_layers import GenericForQuestionAnswering
 from transformers.utils.generic import can_return_tuple
 
 from ..core import CramError
@@ -336,34 +337,11 @@ class CrammedBertForTokenClassification(_Classification):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 # %% ../../nbs/library/model/mlm.ipynb #76b954eb
-class CrammedBertForQuestionAnswering(CrammedBertPreTrainedModel):
+class CrammedBertForQuestionAnswering(GenericForQuestionAnswering, CrammedBertPreTrainedModel):
     "The encoder with two scores for each token: here the answer begins, and here it ends."
 
-    def __init__(self, config: CrammedBertConfig):
-        super().__init__(config)
-        self.model, self.qa_outputs = CrammedBertModel(config), nn.Linear(config.hidden_size, 2)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,  # (B, T)
-        attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
-        token_type_ids: Tensor | None = None,  # taken and ignored
-        position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
-        inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
-        start_positions: Tensor | None = None,  # (B,): first token of the answer
-        end_positions: Tensor | None = None,  # (B,): last token of the answer
-        **kwargs,
-    ) -> outputs.QuestionAnsweringModelOutput:  # start_logits and end_logits, (B, T) each
-        given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
-        out = self.model(input_ids, attention_mask, **given, **kwargs)
-        (start, end), loss = self.qa_outputs(out.last_hidden_state).unbind(-1), None
-        if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start, end, start_positions, end_positions)
-        seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
-        logits = dict(start_logits=start, end_logits=end)
-        return outputs.QuestionAnsweringModelOutput(loss=loss, **logits, **seen)
+    get_input_embeddings = CrammedBertPreTrainedModel.get_input_embeddings
+    set_input_embeddings = CrammedBertPreTrainedModel.set_input_embeddings
 
 # %% ../../nbs/library/model/mlm.ipynb #4c9962ca
 class CrammedBertForMultipleChoice(_Classification):
