@@ -6,9 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import test_widgets
 from conftest import ROOT
-from test_widgets import lab, shown, wait  # noqa: F401
 
 from cramnb.cli import main
 from cramnb.core import CramError
@@ -229,52 +227,3 @@ def test_the_verb_plans_for_a_card_and_says_a_wrong_name(tmp_path, monkeypatch, 
     assert main(["plan", "impl.device=cpu"]) == 0 and not list(tmp_path.iterdir())
     told = capsys.readouterr().out
     assert "measured with" in told and "this processor" in told
-
-
-def planner() -> str:
-    "The cell of chapter 18 that draws the planner, with what stands before it."
-    cells = json.loads((ROOT / "nbs/18_scaling.ipynb").read_text(encoding="utf-8"))["cells"]
-    sources = ["".join(c["source"]) for c in cells]
-    cell = next(s for s in sources if "def draw_plan" in s)
-    before = (
-        "import matplotlib.pyplot as plt",
-        "from cramnb.train.device import find_card",
-        "from cramnb.recipe import crammed",
-        "from cramnb.run.plan import corpus_rows, describe, plan_run",
-        "from cramnb.book.show import interact",
-        "asked_for = ['RTX 3060 TI', 'RTX 4090']",
-        "shades = dict(weights='b', gradients='b', optimizer='b', activations='r', logits='y')",
-    )
-    return "\n".join(before) + "\n" + cell.replace("interact(\n", "view = interact(\n")
-
-
-def test_the_planner_redraws_when_a_control_is_moved(shown):  # noqa: F811
-    space = {}
-    exec(planner(), space)
-    title = lambda: shown[-1].axes[0].get_title(loc="left")
-    assert "of 8 GB with passes of 32 rows" in title() and "24 hours" in title()
-    controls = space["view"].controls
-    controls["card"].value = "RTX 4090"
-    assert "of 24 GB with passes of 128 rows" in title()
-    controls["hours"].value, controls["layers"].value = 48, 8
-    assert "48 hours" in title() and "72.4 million parameters" in title()
-
-
-@pytest.fixture
-def planner_cell(monkeypatch):
-    monkeypatch.setattr(test_widgets, "CELL", planner())
-
-
-@pytest.mark.skipif(not (test_widgets.BROWSER and test_widgets.PARTS), reason="no browser")
-def test_the_planner_moves_in_jupyterlab(planner_cell, lab):  # noqa: F811
-    wait(lambda: lab.js("!!(window.jupyterapp && document.querySelector('.jp-Notebook .jp-Cell'))"))
-    wait(lambda: lab.js("jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status"))
-    lab.js("void jupyterapp.commands.execute('notebook:run-all-cells')")
-    picture = "document.querySelector('.jp-OutputArea img')?.src"
-    first = wait(lambda: lab.js(picture), 240)
-    wait(lambda: lab.js("!!document.querySelector('.noUi-handle')"))
-    lab.js("document.querySelector('.noUi-handle').focus()")
-    lab.key("ArrowRight", 39)
-    wait(lambda: lab.js(picture) not in (None, first), 60)
-    text = lab.js("document.querySelector('.jp-OutputArea').innerText")
-    assert "Error" not in text and "Traceback" not in text
