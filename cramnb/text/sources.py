@@ -44,9 +44,8 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedTokenizerFast
 
 from ..core import CramError, fingerprint, load_pretrained, nearest, printable, whole
-from ..options import Data
+from ..options import PRESETS, READ_BY, Data
 from .packing import narrow
-from ..options import PRESETS
 from ..recipe import preset
 from .clean import lost_characters
 
@@ -391,7 +390,6 @@ LONGEST = 1_000_000  # characters of a document; a longer one is split
 LEAST = 12_000  # characters to hold out at least: some rows of tokens, and a small exam
 _AGAIN = 'The same command reads the set again from its first record: nothing of it is kept.'
 _EARLY = 16_000_000  # characters to read at most before what is held out is decided anew
-_PART = 'source hub_path hub_name hub_split hub_revision text_key join_rows'.split()
 
 # %% ../../nbs/library/text/sources.ipynb #chkins01
 def _check_inside(folder):
@@ -598,7 +596,9 @@ def _part(name, data):
     found = preset('data', name)
     if found.source == 'mix':
         raise CramError(f"data.mix: {name!r} is a mix itself; name its parts.")
-    return replace(data, mix='', **{f: getattr(found, f) for f in _PART})
+    read = () if found.source == 'files' else READ_BY[found.source]
+    own = {name: getattr(found, name) for name in ('source', 'join_rows', *read)}
+    return replace(data, mix='', **own)
 
 # %% ../../nbs/library/text/sources.ipynb #d23a83b8
 def interleave(
@@ -751,16 +751,17 @@ def source_version(data: Data) -> str:  # 16 hex digits, which change with the t
 
 # %% ../../nbs/library/text/sources.ipynb #e35dafd5
 def _version(data):
-    "The content of local files in the order of reading; of a set on the hub its name."
-    groups = split_files(data) if data.source == 'files' else [_folder_files(data)]
+    "The content of local files in the order of reading; else what the source is asked for."
+    read = READ_BY[data.source]
+    groups = split_files(data) if 'files' in read else [_folder_files(data)]
     if not any(groups):
-        return [data.hub_path, data.hub_name, data.hub_split, data.hub_revision]
+        return [getattr(data, name) for name in read]
     return [[(_kind_of(p), _content(p.resolve(), p.stat().st_mtime_ns)) for p in g] for g in groups]
 
 # %% ../../nbs/library/text/sources.ipynb #6b2da88b
 def _folder_files(data):
     "The files of a hub folder on this machine. Raises CramError for a folder that is not there."
-    path = data.hub_path if data.source in ('hub', 'tokens') else ''
+    path = data.hub_path if 'hub_path' in READ_BY[data.source] else ''
     if os.path.isdir(path):
         return sorted(p for p in Path(path).rglob('*') if p.is_file())
     if path.startswith(('/', '.', '~', 'hf://')):  # a name of the hub is OWNER/NAME

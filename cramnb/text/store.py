@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..core import CramError, DiskFull, disk_full, fingerprint, load_pretrained, nearest
 from ..core import printable, read_json, remove, whole, write_array, write_json, write_text
-from ..options import Data
+from ..options import READ_BY, Data
 from cramnb.text.packing import (
     Rows,
     document_ids,
@@ -572,15 +572,10 @@ FORMAT = 6  # raise when the same options would give other rows: a test keeps a 
 
 # %% ../../nbs/library/text/store.ipynb #775fee13
 def _shaping(data):
-    "Leave out what this source and these steps do not read."
+    "Leave out what this source and these steps do not read; of files the content counts."
+    unread = {name for names in READ_BY.values() for name in names} - set(READ_BY[data.source])
+    unread |= {'files', 'heldout_files'}
     text = data.source not in ('tokens', 'random')
-    unread = set()
-    if data.source not in ('hub', 'tokens', 'mix'):
-        unread |= {'hub_path', 'hub_name', 'hub_split', 'hub_revision'}
-    if data.source not in ('files', 'hub', 'mix'):
-        unread.add('text_key')
-    if data.source != 'mix':
-        unread |= {'mix', 'files'}  # the content of files is in `source_version`
     if not text:
         unread |= {'lowercase', 'strip_accents', 'ascii_only', 'fold_punctuation', 'deduplicate'}
         unread |= {'near_duplicates', 'trash_cutoff', 'tokenizer'}
