@@ -246,7 +246,7 @@ def test_a_file_one_may_not_read_is_named(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(CramError, match="secret.txt cannot be read: permission denied"):
+    with pytest.raises(CramError, match="secret.txt cannot be read: Permission denied"):
         list(read_file(tmp_path / "secret.txt"))
 
 
@@ -355,6 +355,7 @@ def test_interleaving_takes_what_is_furthest_behind():
         ("wikipedia:-1", "NAME:WEIGHT"),
         ("wikpedia:1", "'wikipedia'"),
         ("bookcorpus-wikipedia:1", "is a mix itself"),
+        ("sanity-check-1:1", "no text"),
         ("wikipedia:1,wikipedia:2", "twice"),
         ("oscar:1", "fineweb-edu"),
     ],
@@ -390,10 +391,10 @@ def test_a_mix_reads_where_its_parts_come_from_and_cleans_as_it_is_told(tmp_path
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("words")
     before = source_version(
-        compose(["data=mix", "data.mix=random:1,files:1".replace("random", "sanity-check-1")]).data
+        compose(["data=mix", "data.mix=docstrings:1,files:1"]).data
     )
     (tmp_path / "text" / "a.txt").write_text("more words")
-    assert before != source_version(compose(["data=mix", "data.mix=sanity-check-1:1,files:1"]).data)
+    assert before != source_version(compose(["data=mix", "data.mix=docstrings:1,files:1"]).data)
 
 
 def test_rows_are_joined_and_the_last_ones_kept():
@@ -612,7 +613,7 @@ def test_without_a_network_the_way_out_is_named(monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: breaks())
     with pytest.raises(
-        ConnectionError, match="ended after 1 records: connection reset. .*nothing of it is kept"
+        ConnectionError, match="ended after 1 records: connection reset. .*reads the set again"
     ):
         texts_of(preset("data", "wikipedia"))
 
@@ -843,7 +844,7 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(error, tmp_path, monke
         raise error
 
     monkeypatch.setattr("pyarrow.input_stream", refuse)
-    with pytest.raises(CramError, match="cannot be read: (permission denied|.*memory)") as e:
+    with pytest.raises(CramError, match="cannot be read: (Permission denied|MemoryError)") as e:
         list(read_file(tmp_path / "a.txt"))
     assert "damaged" not in str(e.value)
     if isinstance(error, OSError):

