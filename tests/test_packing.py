@@ -195,16 +195,6 @@ def test_block_diagonal_attention_needs_marks(texts, tmp_path):
         c.document_ids(c.rows[:2])
 
 
-def test_all_training_tokens_are_counted(corpus):
-    counts = np.bincount(corpus.rows[:].reshape(-1), minlength=corpus.vocab_size)
-    assert np.array_equal(corpus.token_counts, counts)
-
-
-def test_a_corpus_without_a_card_has_no_fingerprint(corpus):
-    bare = Corpus(corpus.folder, corpus.rows, corpus.heldout, corpus.tokenizer, {})
-    assert bare.fingerprint == "" and len(corpus.fingerprint) == 16 and bare.notices == []
-
-
 def test_rows_are_read_one_by_one_in_slices_and_in_any_order(tmp_path):
     rows = np.random.default_rng(0).integers(0, 65536, size=(2000, 32))
     write_rows(np.array_split(rows, 7), tmp_path / "r.arrow", 65536)

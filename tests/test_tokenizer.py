@@ -12,7 +12,6 @@ from cramnb.text.sources import SPECIMEN
 from cramnb.text.sources import read_file
 from cramnb.core import CramError
 from cramnb.options import Data
-from cramnb.recipe import compose
 from cramnb.text.tokenizer import SPECIAL_TOKENS, encode, fertility, train_tokenizer, word_starts
 from transformers import AutoTokenizer
 
@@ -222,20 +221,4 @@ def test_each_vocabulary_knows_where_words_begin(docs):
     ids = encode(tok, ["Köln über"])[0][:-1]
     assert np.flatnonzero(word_starts(tok)[ids]).tolist() == [0, 6], (
         "one letter may be several bytes"
-    )
-
-
-def test_names_and_keys_of_the_original_carry_over():
-    data = compose(
-        [
-            "data=sanity-check-2",
-            "data.tokenizer=SentencePieceUnigram",
-            "data.include_cls_token_in_corpus=True",
-            "data.use_type_ids=True",
-        ]
-    ).data
-    assert (data.tokenizer, data.include_cls, data.use_type_ids) == (
-        "SentencePieceUnigram",
-        True,
-        True,
     )
