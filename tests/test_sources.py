@@ -33,9 +33,8 @@ DOCS = [
 
 
 def lines(docs, **more) -> bytes:
-    return "".join(
-        json.dumps({"text": d, **more}, ensure_ascii=False) + "\n" for d in docs
-    ).encode()
+    records = (json.dumps({"text": d, **more}, ensure_ascii=False) for d in docs)
+    return "".join(f"{record}\n" for record in records).encode()
 
 
 def texts_of(data: Data, report: Report | None = None) -> list[str]:
@@ -46,12 +45,8 @@ def texts_of(data: Data, report: Report | None = None) -> list[str]:
 
 
 def table(docs, sep) -> bytes:
-    return (
-        "id"
-        + sep
-        + "text\n"
-        + "".join(f'{i}{sep}"' + d.replace('"', '""') + '"\n' for i, d in enumerate(docs))
-    ).encode()
+    rows = (f'{i}{sep}"' + d.replace('"', '""') + '"\n' for i, d in enumerate(docs))
+    return f"id{sep}text\n{''.join(rows)}".encode()
 
 
 @pytest.mark.parametrize(
@@ -83,11 +78,8 @@ def test_every_kind_of_file_gives_the_same_documents(name, content, tmp_path):
 
 
 def test_parquet_reads_the_wanted_columns_only(tmp_path):
-
-    pq.write_table(
-        pa.table({"text": DOCS, "meta": [{"set": s} for s in "abab"], "junk": [b"\xff"] * 4}),
-        tmp_path / "a.parquet",
-    )
+    columns = {"text": DOCS, "meta": [{"set": s} for s in "abab"], "junk": [b"\xff"] * 4}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     assert list(read_file(tmp_path / "a.parquet")) == DOCS
     with pytest.raises(CramError, match="data.text_key to one of: text, meta, junk"):
         list(read_file(tmp_path / "a.parquet", Data(text_key="body")))
@@ -95,10 +87,8 @@ def test_parquet_reads_the_wanted_columns_only(tmp_path):
 
 def test_plain_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
     rng = random.Random(0)
-    paragraphs = [
-        " ".join("word%d" % rng.randrange(50) for _ in range(rng.randrange(1, 80)))
-        for _ in range(200)
-    ]
+    sizes = (rng.randrange(1, 80) for _ in range(200))
+    paragraphs = [" ".join(f"word{rng.randrange(50)}" for _ in range(n)) for n in sizes]
     for newline in ("\n", "\r\n"):
         (tmp_path / "book.txt").write_bytes((newline * 2).join(paragraphs).encode())
         docs = list(read_file(tmp_path / "book.txt"))
@@ -135,25 +125,13 @@ def test_a_folder_that_is_not_there_is_called_so(path, name):
 
 def test_bad_lines_are_counted_and_skipped_up_to_the_stated_share(tmp_path):
     good = [f"text {i}" for i in range(500)]
-    damaged = (
-        lines(good[:250])
-        + b'{"text": "torn\n'
-        + b'{"other": 1}\n'
-        + b'["a"]\n'
-        + b'{"text": 7}\n'
-        + lines(good[250:])
-    )
-    (tmp_path / "a.jsonl").write_bytes(damaged)
+    bad = b'{"text": "torn\n{"other": 1}\n["a"]\n{"text": 7}\n'
+    (tmp_path / "a.jsonl").write_bytes(lines(good[:250]) + bad + lines(good[250:]))
     report = Report()
     assert list(read_file(tmp_path / "a.jsonl", report=report)) == good
-    assert (
-        report.counts["bad_lines"] == 4
-        and "a.jsonl, line 251: not JSON" in report.examples["bad_lines"][0]
-    )
-    with pytest.raises(
-        CramError,
-        match=r"a\.jsonl, line 251: not JSON .*4 of 504 lines are damaged; data.max_bad_lines=0",
-    ):
+    assert report.counts["bad_lines"] == 4
+    assert "a.jsonl, line 251: not JSON" in report.examples["bad_lines"][0]
+    with pytest.raises(CramError, match="line 251: not JSON .*4 of 504 .*data.max_bad_lines=0"):
         list(read_file(tmp_path / "a.jsonl", Data(max_bad_lines=0.005)))
     with pytest.raises(CramError, match="line 251"):
         list(read_file(tmp_path / "a.jsonl", Data(max_bad_lines=0.0)))
@@ -167,40 +145,21 @@ def test_a_file_of_damage_ends_early(tmp_path):
     assert report.counts["bad_lines"] < 20
 
 
-def test_a_wrong_key_is_a_mistake_and_a_missing_one_is_damage(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(lines(DOCS, year=1913) * 100 + b'{"year": 1}\n')
-    with pytest.raises(
-        CramError, match="line 1: no text under 'body'; set data.text_key to one of: text, year"
-    ):
-        next(read_file(tmp_path / "a.jsonl", Data(text_key="body")))
-    with pytest.raises(CramError, match="'year' holds int"):
-        next(read_file(tmp_path / "a.jsonl", Data(text_key="year")))
-    assert len(list(read_file(tmp_path / "a.jsonl"))) == 400
-
-
 def test_empty_documents_are_left_out_and_counted(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(["", "  \n", "a"]) + b'{"text": null}\n')
     report = Report()
-    assert (
-        list(read_file(tmp_path / "a.jsonl", report=report)) == ["a"]
-        and report.counts["empty"] == 3
-    )
+    assert list(read_file(tmp_path / "a.jsonl", report=report)) == ["a"]
+    assert report.counts["empty"] == 3
     (tmp_path / "empty.jsonl").write_bytes(b"")
-    (tmp_path / "empty.csv").write_bytes(b"")
     assert list(read_file(tmp_path / "empty.jsonl")) == []
-    with pytest.raises(CramError, match="empty.csv"):
-        list(read_file(tmp_path / "empty.csv"))
 
 
 def test_bytes_that_are_no_characters_are_replaced_and_counted(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 and \xff\xfe end \xef\xbf\xbd" + b" word" * 100)
     report = Report()
     (text,) = read_file(tmp_path / "a.txt", report=report)
-    assert (
-        text.startswith("caf\ufffd and \ufffd\ufffd end \ufffd word")
-        and report.counts["not_utf8"] == 3
-        and "caf" in report.examples["not_utf8"][0]
-    )
+    assert text.startswith("caf\ufffd and \ufffd\ufffd end \ufffd word")
+    assert report.counts["not_utf8"] == 3 and "caf" in report.examples["not_utf8"][0]
 
 
 def test_nul_bytes_are_removed_and_counted(tmp_path):
@@ -216,30 +175,6 @@ def test_nul_bytes_are_removed_and_counted(tmp_path):
     assert "\0" not in "".join(found)
 
 
-@pytest.mark.parametrize(
-    "name, content, told",
-    [
-        ("photo.txt", bytes(range(256)) * 40, "not text in UTF-8"),
-        ("latin.txt", ("Grüße aus Köln, für Ärzte und Bürger. " * 100).encode("latin1"), "iconv"),
-        ("archive.jsonl", bz2.compress(random.Random(0).randbytes(3000)), "not text in UTF-8"),
-        ("cut.jsonl.gz", gzip.compress(lines(DOCS) * 99)[:-20], "damaged or cut short"),
-        ("cut.jsonl.zst", zstandard.compress(lines(DOCS) * 99)[:-20], "damaged or cut short"),
-        ("wide.txt", "Some text, wide.\n".encode("utf-16") * 100, "is UTF-16: `iconv"),
-        ("wide-le.txt", "Some text, wide.\n".encode("utf-16-le") * 100, "is UTF-16: `iconv"),
-        ("no.parquet", b"PAR1 but no table", "damaged or cut short"),
-        ("bad.csv", b"id,text\n1,\"open" + b"\n2,b" * 10, None),
-    ],
-)
-def test_a_file_that_is_no_text_is_named(name, content, told, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    if told is None:
-        assert len(list(read_file(tmp_path / name))) == 1
-        return  # an open quotation mark takes the rest of the table along
-    with pytest.raises(CramError, match=told) as error:
-        list(read_file(tmp_path / name))
-    assert name in str(error.value) and "\n" not in str(error.value)
-
-
 def test_a_document_of_20_megabytes_is_split_between_paragraphs(tmp_path):
     paragraph = "The ferry costs a coin, and nobody minds but the moles. " * 20
     (tmp_path / "huge.jsonl").write_bytes(lines(["\n\n".join([paragraph] * 18_000), "small"]))
@@ -251,12 +186,8 @@ def test_a_document_of_20_megabytes_is_split_between_paragraphs(tmp_path):
         ends.add(text[-1])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (
-        max(sizes) <= LONGEST
-        and sizes[-1] == 5
-        and report.counts["long_documents_split"] == 1
-        and ends <= {".", "l"}
-    )
+    assert max(sizes) <= LONGEST and sizes[-1] == 5 and report.counts["long_documents_split"] == 1
+    assert ends <= {".", "l"}
     assert sum(sizes) >= 18_000 * (len(paragraph) - 1) and peak < 140e6
 
 
@@ -309,10 +240,8 @@ def measure_by_letter(texts):
 def test_a_mix_stops_at_the_limits_and_marks_heldout_text(three):
     assert len(texts_of(three(1, 1, 1, max_documents=50))) == 50
     marks = dict(documents(three(1, 1, 1, heldout=0.3)))
-    assert (
-        marks == dict(documents(three(5, 1, 1, heldout=0.3)))
-        and 0.2 < sum(marks.values()) / len(marks) < 0.4
-    )
+    assert marks == dict(documents(three(5, 1, 1, heldout=0.3)))
+    assert 0.2 < sum(marks.values()) / len(marks) < 0.4
 
 
 @pytest.mark.parametrize(
@@ -344,12 +273,8 @@ def test_a_mix_reads_where_its_parts_come_from_and_cleans_as_it_is_told(tmp_path
         ]
     ).data
     (_, one, books), (_, two, files) = mix_parts(data)
-    assert (
-        (one, two) == (1.0, 2.5)
-        and books.join_rows == 16
-        and books.hub_path == "bookcorpus/bookcorpus"
-        and books.trash_cutoff == 0.3
-    )
+    assert (one, two) == (1.0, 2.5) and books.join_rows == 16
+    assert books.hub_path == "bookcorpus/bookcorpus" and books.trash_cutoff == 0.3
     assert files.source == "files" and files.files == str(tmp_path)
     with pytest.raises(CramError, match="add data=mix"):
         compose(["data=docstrings", "data.mix=wikipedia:1"])
@@ -484,32 +409,14 @@ def test_a_copy_of_the_hubs_folders_streams_without_its_readme(name, place, tmp_
 def test_files_are_named_as_text_or_as_paths(tmp_path):
     path = tmp_path / "one, two.txt"
     path.write_text("some text")
-    assert find_files(path) == find_files(str(path)) == [path] and list(
-        read_file(str(path))
-    ) == list(read_file(path)) == ["some text"]
+    assert find_files(path) == find_files(str(path)) == [path]
+    assert list(read_file(str(path))) == list(read_file(path)) == ["some text"]
 
 
 def test_empty_cells_behind_the_header_are_no_damage(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("id,text\n1,hello,\n2,fine,,\n")
     assert list(read_file(path)) == ["hello", "fine"]
-
-
-def test_records_that_are_no_records_are_named_as_such(tmp_path):
-    path = tmp_path / "a.jsonl"
-    for content in ('"a"\n"b"\n', '["a", "b"]'):
-        path.write_text(content)
-        with pytest.raises(CramError, match="a text instead of an object with keys"):
-            list(read_file(path))
-    path = tmp_path / "a.csv"
-    path.write_text("id,text\n1,hello, world\n2,fine\n")
-    with pytest.raises(CramError, match="line 2: more columns than the header"):
-        list(read_file(path))
-    report = Report()
-    assert (
-        list(read_file(path, Data(max_bad_lines=0.5), report=report)) == ["fine"]
-        and report.counts["bad_lines"] == 1
-    )
 
 
 def test_without_a_network_the_way_out_is_named(monkeypatch):
@@ -674,6 +581,33 @@ def test_a_pipe_is_named_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(CramError, match="pipe.txt is no regular file"):
         list(read_file(tmp_path / "pipe.txt"))
+
+
+YEAR, GERMAN = lines(DOCS, year=1913), "Grüße aus Köln, für Ärzte und Bürger. " * 100
+REFUSED = [  # name, content, data.text_key, what is said
+    ("photo.txt", bytes(range(256)) * 40, "text", "not text in UTF-8"),
+    ("latin.txt", GERMAN.encode("latin1"), "text", "iconv"),
+    ("wide.txt", GERMAN.encode("utf-16"), "text", "is UTF-16: `iconv"),
+    ("wide-le.txt", GERMAN.encode("utf-16-le"), "text", "is UTF-16: `iconv"),
+    ("a.jsonl", bz2.compress(random.Random(0).randbytes(3000)), "text", "not text in UTF-8"),
+    ("cut.jsonl.gz", gzip.compress(lines(DOCS) * 99)[:-20], "text", "damaged or cut short"),
+    ("cut.jsonl.zst", zstandard.compress(lines(DOCS) * 99)[:-20], "text", "damaged or cut short"),
+    ("no.parquet", b"PAR1 but no table", "text", "damaged or cut short"),
+    ("empty.csv", b"", "text", "no header"),
+    ("wide.csv", b"id,text\n1,hello, world\n2,fine\n", "text", "line 2: more columns"),
+    ("key.jsonl", YEAR, "body", "line 1: no text under 'body'; .* one of: text, year"),
+    ("number.jsonl", YEAR, "year", "'year' holds int"),
+    ("texts.jsonl", b'"a"\n"b"\n', "text", "a text instead of an object with keys"),
+    ("texts.json", b'["a", "b"]', "text", "a text instead of an object with keys"),
+]
+
+
+@pytest.mark.parametrize("name, content, key, said", REFUSED)
+def test_a_file_that_gives_no_texts_is_named(name, content, key, said, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CramError, match=said) as error:
+        list(read_file(tmp_path / name, Data(text_key=key)))
+    assert name in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), MemoryError()])
