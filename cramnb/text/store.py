@@ -547,11 +547,6 @@ def _content_fingerprint(folder, tokenizer):
 # %% ../../nbs/library/text/store.ipynb #c4d7ee6d
 _HEAD = '''---
 task_categories: [fill-mask]
-configs:
-- config_name: default
-  data_files:
-  - {{split: train, path: rows.arrow}}
-  - {{split: heldout, path: heldout.arrow}}
 ---
 
 # Corpus {source}
