@@ -246,8 +246,7 @@ def test_local_tasks_are_made_of_the_text_that_the_weights_did_not_read(
 def test_a_corpus_is_opened_only_where_it_is_needed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     opened = []
-    for name in ("open_corpus", "corpus_of"):
-        monkeypatch.setattr(cram, name, lambda recipe, *_: opened.append(recipe.eval.tasks))
+    monkeypatch.setattr(cram, "open_corpus", lambda recipe, *_: opened.append(recipe.eval.tasks))
     glue, local = tiny("name=one", "eval=GLUE_sane"), tiny("name=one")
     text_of(glue)
     assert not opened and not list(tmp_path.iterdir())
