@@ -84,7 +84,7 @@ def test_a_damaged_shard_is_named_and_nothing_else_is_thrown_away(texts, tmp_pat
             path = next(tmp_path.rglob("words/*.parquet"))
             path.write_bytes(path.read_bytes()[:-50])
 
-    with pytest.raises(CramError, match="words/00000.parquet cannot be read.*delete .*partial"):
+    with pytest.raises(CramError, match="words/00000.parquet is damaged.*Delete .*partial"):
         Corpus.build(small(texts), tmp_path, spoil)
     assert next(tmp_path.glob("*.partial/read.json"))
 

@@ -41,17 +41,8 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import TypedDict
 
 from ..core import CramError, Missing, Unfinished, fingerprint, folder_of, load_pretrained
-from cramnb.core import (
-    nearest,
-    printable,
-    read_json,
-    record,
-    remove,
-    whole,
-    write_array,
-    write_json,
-)
-from ..core import write_text
+from ..core import nearest, printable, read_json, record, remove, whole, write_array
+from ..core import write_json, write_text
 from ..options import READ_BY, Data
 from .clean import SecondLook, as_bytes, dropped_spans, is_trash, repeated_bytes, without
 from .packing import Rows, document_ids, narrow, order_keys, pack, stream_order
