@@ -11,12 +11,10 @@ Docs: https://cramnb.github.io/cramnb/library/run/run.html.md"""
 
 # %% auto #0
 __all__ = ['silent', 'check_run', 'open_corpus', 'corpus_of', 'open_together', 'new_model', 'make_loop', 'measure', 'Checkpoint',
-           'resolve_checkpoint', 'find_checkpoint', 'load', 'arch_of', 'Trainer', 'Trained', 'dry_run', 'wants_local',
-           'load_exams', 'weights_key', 'protocol_key', 'Scores', 'evaluate', 'plot_scores']
+           'resolve_checkpoint', 'load', 'arch_of', 'Trainer', 'Trained', 'dry_run', 'wants_local', 'load_exams',
+           'weights_key', 'protocol_key', 'Scores', 'evaluate', 'plot_scores']
 
 # %% ../../nbs/library/run/run.ipynb #f733f0e6
-import base64
-import html
 import io
 import os
 import shutil
@@ -32,34 +30,31 @@ from filelock import FileLock
 from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from ..text.store import Corpus
-from ..model.mlm import build_model
-from ..model.attention import check_attention
-from ..train.tuning import Way, as_before, settle, trainer_options, uneven_batch, way_of
-from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
 from ..core import CramError, Stopped, fingerprint, load_pretrained, nearest, quiet
 from ..core import read_json, say, whole, write_json, write_text
-from .plan import within_memory
-from ..train.device import compile_ahead, pick_device, pick_precision, process_settings
-from ..judge.tasks import load_tasks
-from ..recipe import parse_budget
 from ..judge.finetune import Trial, load_tokenizer
-from ..judge.tasks import LOCAL, PUBLISHED, PUBLISHED_TASKS, local_suite, task_names
-from ..model.mlm import count_parameters, flops_per_token
-from ..options import BERT_READS, Arch, Data, Eval, Impl, Train
-from ..options import PRESETS
-from ..recipe import GROUPS, Recipe, check, preset, to_dict
-from .runs import Summary, check_folder, finished, finished_runs, lock_run, make_folder
-from .runs import read_log, read_recipe, run_folder, run_id
-from ..train.schedule import lr_factor
 from ..judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
 from ..judge.score import within_rules
-from ..text.store import store_folder
-from .watch import Trackers, check_trackers
-from ..train.distributed import Interruptible, World, first_then_rest, join_world
-from ..train.distributed import agreed_checkpoint, parallelise, share, wait_for_file
+from ..judge.tasks import LOCAL, PUBLISHED, PUBLISHED_TASKS, load_tasks, local_suite
+from ..judge.tasks import task_names
+from ..model.attention import check_attention
+from ..model.mlm import build_model, count_parameters, flops_per_token
+from ..options import BERT_READS, PRESETS, Arch, Data, Eval, Impl, Train
+from ..recipe import GROUPS, Recipe, check, parse_budget, preset, to_dict
+from ..text.store import Corpus, store_folder
+from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
+from ..train.device import compile_ahead, machine_here, pick_device, pick_precision
+from ..train.device import process_settings
+from ..train.distributed import Interruptible, World, agreed_checkpoint, first_then_rest
+from ..train.distributed import join_world, parallelise, share, wait_for_file
 from ..train.loop import Loop, heldout_batches, heldout_loss, masked_rows, unigram_entropy
-from .watch import Bars, Log, Meter, card_uuids, notes_of, totals
+from ..train.schedule import lr_factor
+from ..train.tuning import Way, as_before, settle, trainer_options, way_of
+from .plan import within_memory
+from .runs import Summary, check_folder, finished, finished_runs, lock_run, make_folder
+from .runs import read_log, read_recipe, run_folder, run_id
+from .watch import Bars, Log, Meter, Trackers, card_uuids, check_trackers
+from .watch import notes_of, totals
 
 # %% ../../nbs/library/run/run.ipynb #873ca6c4
 def silent(*_, **__):
@@ -187,8 +182,6 @@ def make_loop(
     options |= dict(budget=recipe.budget, should_stop=should_stop)
     loop = parallelise(world, model, train, batches, **options)
     loop.state.elapsed = took
-    if uneven := uneven_batch(train, loop.microbatch_size):
-        say(uneven)
     return loop
 
 # %% ../../nbs/library/run/run.ipynb #6deb0a3f
@@ -199,14 +192,12 @@ def _flops(recipe, corpus):  # of one token, forward and backward
 # %% ../../nbs/library/run/run.ipynb #0b8d01e1
 def _meter(recipe, loop, corpus, world, rows, say):
     "What the machine does, beside what the model does; goes on counting where the log ends."
-    device = loop.device
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else ''
+    device, machine = loop.device, machine_here(loop.device)
     kwh = (rows[-1].get('energy_kwh') or 0.0) if rows else 0.0
     cards = card_uuids(device, world.local_size)
-    meter = Meter(device, _flops(recipe, corpus), name, kwh, cards, world.size)
-    if name and not meter.peak:
-        say(f"The peak of {name!r} is not in cramnb.train.device.PEAKS: its share is not logged.")
-    return meter
+    if cards and not machine.peak:
+        say(f"The peak of {machine.name} is not in cramnb.train.device.CARDS: no share is logged.")
+    return Meter(device, _flops(recipe, corpus), machine.peak * world.size, kwh, cards)
 
 # %% ../../nbs/library/run/run.ipynb #93069714
 class _Recorder:
@@ -389,20 +380,17 @@ def _best(folder):
             shutil.copy(source / name, partial / name)
     return folder / 'best'
 
-# %% ../../nbs/library/run/run.ipynb #dc13d3eb
-def _on_hub(value):
-    "What stands behind hf://: a name on the hub, or a folder. Raises CramError."
-    where = os.path.expanduser(value.removesuffix('-untrained').removeprefix('hf://'))
-    if where.startswith(('/', '.')) and not Path(where).is_dir():  # no name of the hub
-        raise CramError(f"eval.checkpoint={value}: there is no such folder.")
-    load_tokenizer(where)  # a name that cannot be had is reported now
-    return Path(where) if Path(where).is_dir() else where
-
 # %% ../../nbs/library/run/run.ipynb #d0b1cd4e
 def _named(value, base):
-    "A Hugging Face folder, or the finished model of a run: (where it lies, whose it is)."
+    "A place outside of the run: (where it lies, the run it belongs to). Raises CramError."
     name = value.removesuffix('-untrained')
-    path = Path(name).expanduser()
+    place = os.path.expanduser(name.removeprefix('hf://'))
+    path = Path(place)
+    if name.startswith('hf://'):
+        if place.startswith(('/', '.')) and not path.is_dir():  # no name of the hub
+            raise CramError(f"eval.checkpoint={value}: there is no such folder.")
+        load_tokenizer(place)  # a name that cannot be had is reported now
+        return path if path.is_dir() else place, None
     if (path / 'config.json').exists():
         return path, path.parent if (path.parent / 'recipe.json').exists() else None
     if path.name == name and (base / name).is_dir():
@@ -415,35 +403,24 @@ def _named(value, base):
 
 # %% ../../nbs/library/run/run.ipynb #bd7dcabd
 def resolve_checkpoint(
-    folder: Path,  # of the run that is named, whether it is there or not
+    where: str | Path,  # folder of a run, there or not; a Hugging Face folder; hf://NAME
     which: str = 'latest',  # latest, best, untrained, a run beside it, a folder, or hf://NAME
 ) -> Checkpoint:
     "Find out, once, which weights are meant. Raises CramError where there are none."
-    if which.startswith('hf://'):
-        where, run = _on_hub(which), None
-    elif which in ('latest', 'untrained'):
-        where, run = _model(folder), folder
-    elif which == 'best':
-        where, run = _best(folder), folder
-    else:
-        where, run = _named(which, folder.parent)
-    own = which == 'latest' and finished(folder)
-    label = f'run {run.name}, {which}' if run and run.name != which else which
-    return Checkpoint(where, run, own, which.endswith('untrained'), label)
-
-# %% ../../nbs/library/run/run.ipynb #910f5ee5
-def find_checkpoint(
-    where: str | Path,  # folder of a run, a Hugging Face folder, or hf://NAME
-    which: str = 'latest',  # of a run: latest, best, or untrained
-) -> Checkpoint:
-    "The weights in a folder. Raises CramError where there are none."
     if not isinstance(where, (str, Path)) or not str(where):
         raise CramError(f"{where!r} is no place of weights: give a folder, or 'hf://NAME'.")
-    path = Path(where).expanduser()
-    if str(where).startswith('hf://') or (path / 'config.json').exists():
-        untrained = '-untrained' * which.endswith('untrained')
-        return resolve_checkpoint(path, f'{where}{untrained}')
-    return resolve_checkpoint(path, which)
+    folder = Path(where).expanduser()
+    if str(where).startswith('hf://') or (folder / 'config.json').exists():
+        which = f'{where}{"-untrained" * which.endswith("untrained")}'
+    if which in ('latest', 'untrained'):
+        place, run = _model(folder), folder
+    elif which == 'best':
+        place, run = _best(folder), folder
+    else:
+        place, run = _named(which, folder.parent)
+    own = which == 'latest' and finished(folder)
+    label = f'run {run.name}, {which}' if run and run.name != which else which
+    return Checkpoint(place, run, own, which.endswith('untrained'), label)
 
 # %% ../../nbs/library/run/run.ipynb #f1ce4101
 def load(
@@ -451,7 +428,7 @@ def load(
     which: str = 'latest',  # of a run: latest, best, or untrained
 ) -> tuple:  # masked LM and tokenizer of transformers
     "Load what a run has trained. Raises CramError."
-    checkpoint = find_checkpoint(folder, which)
+    checkpoint = resolve_checkpoint(folder, which)
     tokenizer, kind = load_tokenizer(checkpoint.where), AutoModelForMaskedLM
     if checkpoint.untrained:
         with torch.random.fork_rng([]):  # asked twice, it answers the same
@@ -575,13 +552,6 @@ class Trainer:
         self.model.eval()
         return Trained(folder, recipe, summary)
 
-# %% ../../nbs/library/run/run.ipynb #d119269e
-def _page(figure):
-    "A picture as HTML that needs no file beside it."
-    out = io.BytesIO()
-    figure.savefig(out, format='png', dpi=90)
-    return f'<img src="data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}">'
-
 # %% ../../nbs/library/run/run.ipynb #29d54bc5
 @dataclass(repr=False)
 class Trained:
@@ -601,10 +571,12 @@ class Trained:
         loss = f"held-out loss {s['heldout']:.3f}, unigram entropy {s['unigram']:.3f}"
         return f"{self.folder}: {s['updates']:,} updates, {s['tokens']:,} tokens, {loss}"
 
-    def _repr_html_(self):
+    def _repr_png_(self):
         from cramnb.run.report import plot_run  # brings matplotlib
 
-        return _page(plot_run(self.rows, self.summary)) + f'<p>{html.escape(repr(self))}</p>'
+        out = io.BytesIO()
+        plot_run(self.rows, self.summary).savefig(out, format='png', dpi=90)
+        return out.getvalue()
 
 # %% ../../nbs/library/run/run.ipynb #738896d8
 def dry_run(
@@ -719,15 +691,8 @@ class Scores(Mapping):
     def __repr__(self):
         return score_table(self.trials, self.protocol)
 
-    def _repr_html_(self):
-        cells = [line.strip('|').split('|') for line in repr(self).splitlines()]
-        rows = [[html.escape(c.strip()) for c in row] for row in cells if len(row) > 1]
-        head, _, *body = rows
-        lines = [''.join(f'<th>{c}</th>' for c in head)]
-        lines += [''.join(f'<td>{c}</td>' for c in row) for row in body]
-        rest = [html.escape(row[0]) for row in cells if len(row) == 1]
-        table = ''.join(f'<tr>{line}</tr>' for line in lines)
-        return f"<table>{table}</table><p>{'<br>'.join(filter(None, rest))}</p>"
+    def _repr_markdown_(self):
+        return repr(self)
 
 # %% ../../nbs/library/run/run.ipynb #78b03e21
 def _protocol(tasks):
@@ -768,7 +733,7 @@ def evaluate(
             scores = _evaluate(kept, ev, corpus, seed, impl, folder or place, dry, progress)
             return scores if folder else Scores(scores.trials, ev)
     if not isinstance(model, Checkpoint):
-        model = find_checkpoint(model, ev.checkpoint)
+        model = resolve_checkpoint(model, ev.checkpoint)
     if corpus is None and model.run and wants_local(ev):
         corpus = corpus_of(read_recipe(model.run), model.run, progress)
     folder = folder or model.run or Path('runs/eval')

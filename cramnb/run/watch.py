@@ -57,7 +57,7 @@ class Log:
             temporary.write_text(''.join(map(_line, self.rows)), encoding='utf-8')
         self.file = path.open('ab', buffering=0)
         self.waiting, self.told, self.say = b'', False, say  # bytes that are not on the disk yet
-        self.listeners, self.meter = [], None  # called with each row; a Meter for the loop
+        self.listeners = []  # called with each row
 
     def write(self, row: dict) -> dict:
         "Keep a row, and tell the listeners; where the disk is full, it is written later."
@@ -158,17 +158,12 @@ class Meter:
         self,
         device,  # torch.device that trains
         flops: float,  # of one token, forward and backward
-        name: str = '',  # of the card; empty on a CPU
+        peak: float = 0.0,  # TFLOP/s of all cards together; 0: not known
         kwh: float = 0.0,  # spent before, when a run goes on
         cards: list[str] | None = None,  # uuids from `card_uuids`
-        processes: int = 1,  # that share the run
     ):
-        self.device, self.flops, self.kwh = device, flops, kwh
+        self.device, self.flops, self.peak, self.kwh = device, flops, peak, kwh
         self.energy = Energy(cards or [])
-        from cramnb.train.device import card_peak  # torch is loaded when a run is measured
-
-        peak = card_peak(name)
-        self.peak = peak and peak * processes  # None where it is not known
 
     def __call__(self, row: dict, train: Train, budget: float) -> dict:
         tflops, joules = row['tokens_per_second'] * self.flops / 1e12, self.energy.joules()
