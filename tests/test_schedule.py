@@ -66,9 +66,7 @@ def test_values_of_the_original(name, options, values):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(
-    "warmup, cooldown", [(0, 0), (0.06, 0), (0, 0.1), (0.06, 0.1), (0.5, 0.5), (0, 1), (1, 0)]
-)
+@pytest.mark.parametrize("warmup, cooldown", [(0, 0), (0.06, 0.1), (0.5, 0.5), (0, 1), (1, 0)])
 def test_between_zero_and_one_everywhere_and_past_the_end(name, warmup, cooldown):
     values = [lr_factor(name, x, warmup=warmup, cooldown=cooldown) for x in [-1, *GRID, 1e9]]
     assert all(0 <= v <= 1 + 1e-12 and math.isfinite(v) for v in values)
@@ -89,21 +87,8 @@ def test_no_step_in_the_curve(name):
     "typed, meant",
     [
         ("triangle2", "budget-triangle2"),
-        ("budget_triangle2", "budget-triangle2"),
         ("one-cycle", "budget-one-cycle"),
-        ("cosine-decay", "budget-cosine-decay"),
-        ("linear", "budget-linear"),
-        ("polynomial-decay", "budget-polynomial"),
-        ("polynomial", "budget-polynomial"),
-        ("constant", "budget-constant"),
         ("constant_with_warmup", "budget-constant"),
-        ("cosine", "budget-cosine-decay"),
-        ("cosine_with_restarts", "budget-cosine-decay"),
-        ("inverse-sqrt", "budget-inverse-sqrt"),
-        ("ramp", "budget-ramp"),
-        ("none", "none"),
-        ("wsd", "wsd"),
-        ("cosine-annealing", "budget-cosine-annealing"),
         ("budget-wsd", "wsd"),
         ("budget-cosine", "budget-cosine-decay"),
     ],
@@ -119,15 +104,6 @@ def test_cycles_begin_where_they_should_to_the_last_bit():
             assert lr_factor(
                 "budget-cosine-annealing", warmup + (1 - warmup) * cycle / 4, warmup=warmup
             ) == pytest.approx(1), (warmup, cycle)
-
-
-def test_any_number_goes_in_and_a_float_comes_out():
-    import numpy as np
-    import torch
-
-    assert [type(lr_factor("linear", x)) for x in (np.float32(0.5), torch.tensor(0.5), 1)] == [
-        float
-    ] * 3
 
 
 def test_hugging_face_schedules_agree():
@@ -153,9 +129,6 @@ def test_unknown_names_and_impossible_shares_are_refused():
         lr_factor("triangel2", 0.5)
     with pytest.raises(CramError, match="wsd"):
         lr_factor("nonsense", 0.5)
-    for shares in (dict(warmup=0.6, cooldown=0.5), dict(warmup=-0.1), dict(cooldown=1.1)):
-        with pytest.raises(CramError, match="shares"):
-            lr_factor("wsd", 0.5, **shares)
     with pytest.raises(CramError, match="train.warmup=0.6"):
         compose(["train.warmup=0.6", "train.cooldown=0.5"])
 
@@ -196,9 +169,3 @@ def test_passes_sum_to_the_batch():
         and microbatches(64, 32) == [32, 32]
         and microbatches(5, 8) == [5]
     )
-
-
-def test_sizes_that_cannot_be_are_refused():
-    for bad in (dict(batch_size=0), dict(microbatch_size=0), dict(ramp=-1.0)):
-        with pytest.raises(CramError, match="batch_size="):
-            batch_size_at(0.5, **dict(batch_size=8, microbatch_size=2, ramp=0.5) | bad)

@@ -12,13 +12,14 @@ Docs: https://cramnb.github.io/cramnb/library/run/hub.html.md"""
 
 # %% auto #0
 __all__ = ['PART', 'first_line', 'fetch', 'read_weights', 'write_pretrained', 'convert', 'why_not_bert', 'bert_names', 'to_bert',
-           'model_card', 'load_whole', 'publish', 'upload', 'publish_corpus']
+           'model_card', 'publish', 'upload', 'publish_corpus']
 
 # %% ../../nbs/library/run/hub.ipynb #150e63d5
 import html
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -36,7 +37,6 @@ from ..model.mlm import CrammedBertForMaskedLM
 from ..model.original import from_original, plain, refuse
 from .runs import ScoreFile, Summary, read_recipe
 from typing_extensions import TypedDict
-from ..recipe import to_dict
 from ..text.store import Corpus
 
 # %% ../../nbs/library/run/hub.ipynb #d0h00001
@@ -213,15 +213,6 @@ def bert_names(
         return [name]
     return [name.replace('.qkv.', f'.self.{part}.') for part in ('query', 'key', 'value')]
 
-# %% ../../nbs/library/run/hub.ipynb #b0c0bw01
-def _bert_weights(model):
-    "Our tensors under BERT's names."
-    out = {}
-    for name, p in model.named_parameters():
-        names = bert_names(name)
-        out |= zip(names, p.detach().chunk(len(names)))
-    return out
-
 # %% ../../nbs/library/run/hub.ipynb #b0c0000e
 @torch.no_grad()
 def to_bert(
@@ -236,7 +227,10 @@ def to_bert(
     bert = BertForMaskedLM(BertConfig(**names, layer_norm_eps=c.norm_eps, type_vocab_size=2)).eval()
     for p in bert.parameters():
         p.zero_()  # token types, and biases that ours has not
-    bert.load_state_dict(_bert_weights(model), strict=False)
+    weights = {}
+    for name, p in model.named_parameters():
+        weights |= zip(bert_names(name), p.chunk(len(bert_names(name))))
+    bert.load_state_dict(weights, strict=False)
     length = min(16, c.max_position_embeddings)
     ids = torch.arange(2 * length).view(2, length) % c.vocab_size
     apart = (bert(ids).logits - model.eval()(ids).logits).abs().max()
@@ -359,16 +353,6 @@ def _metadata(name, data, glue):
         eval_results=results or None,
     )
 
-# %% ../../nbs/library/run/hub.ipynb #b0c00018
-def load_whole(
-    folder: Path,  # weights, configuration and tokenizer, as pretraining leaves them
-) -> tuple:  # model, tokenizer
-    "Load a model for masked words and see that nothing is missing. Raises CramError."
-    model, info = load_pretrained(AutoModelForMaskedLM, folder, output_loading_info=True)
-    missing = sorted(map(str, info['missing_keys']))
-    refuse({f"{folder} misses weights: {', '.join(missing)}.": missing})
-    return model, load_pretrained(AutoTokenizer, folder)
-
 # %% ../../nbs/library/run/hub.ipynb #d0u00001
 def _check(run, form, push, source):
     "The door of `publish`: everything that can be wrong before a file is read."
@@ -406,9 +390,12 @@ def publish(
     "Write what the hub expects: verified weights, tokenizer, recipe, card. Raises CramError."
     source = run / 'model'
     _check(run, form, push, source)
-    recipe, summary = to_dict(read_recipe(run)), read_json(run / 'pretrain.json', Summary)
+    recipe, summary = asdict(read_recipe(run)), read_json(run / 'pretrain.json', Summary)
     glue = read_json(run / 'glue.json', ScoreFile) if (run / 'glue.json').exists() else None
-    model, tokenizer = load_whole(source)
+    model, info = load_pretrained(AutoModelForMaskedLM, source, output_loading_info=True)
+    missing = sorted(map(str, info['missing_keys']))
+    refuse({f"{source} misses weights: {', '.join(missing)}.": missing})
+    tokenizer = load_pretrained(AutoTokenizer, source)
     changed = summary.get('model') not in (None, fingerprint(source / 'model.safetensors'))
     refuse({f"{source} is not what was trained: its files have changed.": changed})
     text = model_card(run.name, recipe, summary, glue, card, scores, form)
@@ -465,13 +452,9 @@ def publish_corpus(
         special = corpus.tokenizer.special_tokens_map
         write_json(temporary / 'tokenizer' / 'special_tokens_map.json', special)
         card = (corpus.folder / 'README.md').read_text(encoding='utf-8')
-        (temporary / 'README.md').write_text(_with_parts(card), encoding='utf-8')
+        parts = '  data_files:\n  - split: train\n    path: data/train-*\n'  # the hub reads it
+        card = card.replace('---\n', f'---\nconfigs:\n- config_name: default\n{parts}', 1)
+        (temporary / 'README.md').write_text(card, encoding='utf-8')
     if push:
         upload(target, push, 'dataset')
     return target
-
-# %% ../../nbs/library/run/hub.ipynb #b0c0d003
-def _with_parts(card):
-    "A data card that also tells the hub which files belong to which part."
-    files = '  data_files:\n  - split: train\n    path: data/train-*\n'
-    return card.replace('---\n', f'---\nconfigs:\n- config_name: default\n{files}', 1)

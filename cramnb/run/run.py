@@ -40,7 +40,7 @@ from ..judge.tasks import task_names
 from ..model.attention import check_attention
 from ..model.mlm import build_model, count_parameters, flops_per_token
 from ..options import BERT_READS, PRESETS, Arch, Data, Eval, Impl, Train
-from ..recipe import GROUPS, Recipe, check, parse_budget, preset, to_dict
+from ..recipe import GROUPS, Recipe, check, parse_budget, preset
 from ..text.store import Corpus, store_folder
 from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
 from ..train.device import compile_ahead, machine_here, pick_device, pick_precision
@@ -48,13 +48,12 @@ from ..train.device import process_settings
 from ..train.distributed import Interruptible, World, agreed_checkpoint, first_then_rest
 from ..train.distributed import join_world, parallelise, share, wait_for_file
 from ..train.loop import Loop, heldout_batches, heldout_loss, masked_rows, unigram_entropy
-from ..train.schedule import lr_factor
 from ..train.tuning import Way, as_before, settle, trainer_options, way_of
 from .plan import within_memory
 from .runs import Summary, check_folder, finished, finished_runs, lock_run, make_folder
 from .runs import read_log, read_recipe, run_folder, run_id
 from .watch import Bars, Log, Meter, Trackers, card_uuids, check_trackers
-from .watch import notes_of, totals
+from .watch import totals
 
 # %% ../../nbs/library/run/run.ipynb #873ca6c4
 def silent(*_, **__):
@@ -74,7 +73,6 @@ def check_run(
     check_trackers(recipe)
     if not recipe.dryrun:
         check_folder(recipe)
-    lr_factor(recipe.train.scheduler, 0.0)
     device = pick_device(recipe.impl)
     dropout = recipe.arch.attention_probs_dropout_prob * recipe.train.dropout
     name = str(pick_precision(recipe.impl, device)).removeprefix('torch.')
@@ -207,7 +205,7 @@ class _Recorder:
         folder, i = run_folder(recipe), recipe.impl
         needs = ('loss', 'progress', 'elapsed', 'tokens', 'tokens_per_second')
         self.recipe, self.loop, self.progress = recipe, loop, progress
-        self.known = dict(first_heldout=first_heldout, processes=world.size, recipe=to_dict(recipe))
+        self.known = dict(first_heldout=first_heldout, processes=world.size, recipe=asdict(recipe))
         # cut back to the checkpoint
         self.log = Log(folder / 'metrics.jsonl', loop.state.update, needs, say)
         self.meter = _meter(recipe, loop, corpus, world, self.log.rows, say)
@@ -224,7 +222,9 @@ class _Recorder:
         heldout, recipe = row.get('heldout'), self.recipe
         self.measured += [] if heldout is None else [heldout]
         row = self.log.write(self.meter(row, recipe.train, recipe.budget))
-        notes = notes_of(row, self.measured[-1] if self.measured else None)
+        keys = ('loss', 'tokens_per_second', 'peak_share', 'seconds_left', 'update')
+        notes = dict(heldout=self.measured[-1] if self.measured else None)
+        notes |= {k: row[k] for k in keys}
         self.progress('pretraining', 100 * self.loop.progress(), 100, **notes)
         late = time.monotonic() - self.saved > recipe.impl.save_every * 60
         if late or self.keep.is_best(heldout):
@@ -480,8 +480,6 @@ def _recipe_of(model, corpus, train, budget, folder, seed, impl):
     if not isinstance(folder, (str, Path)) or not Path(folder).name:
         raise CramError(f"folder={folder!r}: give the folder of the run, such as 'runs/a'.")
     data, arch, folder = _data_of(corpus), arch_of(model), Path(os.path.expanduser(folder))
-    if folder.parts[0].startswith('~'):
-        raise CramError(f"folder={folder}: there is no such home folder.")
     if model.config.vocab_size != corpus.vocab_size:
         sizes = f"{model.config.vocab_size:,} words, the corpus {corpus.vocab_size:,}"
         raise CramError(f"The model has {sizes}: build it with `build_model(arch, corpus)`.")
@@ -637,13 +635,17 @@ def protocol_key(
     return fingerprint(asdict(replace(ev, **same)), weights, untrained, str(precision), form)
 
 # %% ../../nbs/library/run/run.ipynb #10db0d1f
+def _summary_of(checkpoint):
+    "What the run of these weights wrote at its end; empty where there is none."
+    path = (checkpoint.run or Path()) / 'pretrain.json'
+    return read_json(path, Summary) if checkpoint.run and path.exists() else {}
+
+
 def _check_text(checkpoint, corpus, ev):
     "Is the held-out text that of the weights? Tasks made of other text may have been seen."
     if checkpoint.run is None or checkpoint.untrained or not wants_local(ev):
         return
-    summary = checkpoint.run / 'pretrain.json'
-    trained_on = read_json(summary, Summary)['corpus'] if summary.exists() else None
-    if trained_on not in (None, corpus.fingerprint):
+    if _summary_of(checkpoint).get('corpus', corpus.fingerprint) != corpus.fingerprint:
         raise CramError(
             f"{corpus.folder} is not the corpus that {checkpoint.run} was trained on: tasks "
             "made of its held-out text may have been seen in training. Bring the text back as it "
@@ -653,9 +655,8 @@ def _check_text(checkpoint, corpus, ev):
 # %% ../../nbs/library/run/run.ipynb #1535915d
 def _way(impl, checkpoint, device):
     "The run's choice where the recipe says auto, if it was made on this kind of device."
-    summary = (checkpoint.run or Path()) / 'pretrain.json'
-    known = read_json(summary, Summary)['way'] if checkpoint.run and summary.exists() else None
-    way = Way(**known) if known and known['device'] == device.type else None
+    known = _summary_of(checkpoint).get('way', {})
+    way = Way(**known) if known.get('device') == device.type else None
     precision, attention = pick_precision(impl, device), impl.attn_implementation
     if way and impl.precision == 'auto':
         precision = way.dtype

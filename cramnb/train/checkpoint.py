@@ -31,16 +31,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from cramnb.core import (
-    CramError,
-    fingerprint,
-    read_json,
-    remove,
-    whole,
-    write_json,
-    Damaged,
-    record,
-)
+from ..core import CramError, Damaged, fingerprint, read_json, record, remove, whole
+from ..core import write_json
 from .loop import TrainState, Loop
 
 # %% ../../nbs/library/train/checkpoint.ipynb #bd99a715
