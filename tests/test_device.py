@@ -18,10 +18,9 @@ from cramnb.run.plan import within_memory
 from cramnb.run.run import Trainer, _way, open_corpus
 from cramnb.train import tuning
 from cramnb.train.device import MaybeCompiled, compile_ahead, find_card, keep_memory
-from cramnb.train.device import pick_device, process_settings, recipe_here
-from cramnb.train.loop import mlm_loss
-from cramnb.train.tuning import Way, as_before, choose, probe_microbatch, recovery, settle
-from cramnb.train.tuning import time_ways, trainer_options, way_of
+from cramnb.train.device import process_settings, recipe_here
+from cramnb.train.tuning import Way, as_before, probe_microbatch, recovery, settle
+from cramnb.train.tuning import way_of
 from toy import batches, model, trainer, weights
 
 CPU = torch.device("cpu")
@@ -61,13 +60,6 @@ def test_what_is_chosen_follows_from_the_facts_of_a_machine(name, precision, com
     assert recipe_here(machine, 24.0)[0] == recipe
     assert recipe_here(machine, 0.5)[0] == "tiny"
     assert recipe_here(replace(machine, memory=4e9), 24.0)[0] == "tiny"
-
-
-def test_a_gpu_that_is_not_there_is_told(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pick_device(Impl()) == CPU
-    with pytest.raises(CramError, match="impl.device=cuda"):
-        pick_device(Impl(device="cuda"))
 
 
 # --- settings of the process
@@ -145,32 +137,6 @@ def test_a_memory_that_is_none_is_refused(text):
 
 
 # --- the way to compute: tried, chosen, kept
-
-
-@pytest.mark.parametrize(
-    "figures, chosen",
-    [
-        (((105, 9.01), (160, 9.012)), 2),  # 16 bits in hardware
-        (((22, 9.01), (25, 9.01)), 0),  # imitated: four to five times slower
-        (((109, 9.01), (109.9, 9.01)), 0),  # less than a tenth: may be noise
-        (((150, 9.01), (150, 9.01)), 1),  # of equal ones, the earlier
-        (((130, 9.01), (170, 9.04)), 1),  # the fastest is lossy: the next one
-        (((130, 8.98), (170, 9.04)), 0),  # too low a loss is as wrong as too high a one
-        (((130, float("nan")), (170, float("inf"))), 0),
-    ],
-)
-def test_the_fastest_sound_way_is_chosen_if_it_is_worth_it(figures, chosen):
-    assert choose([(100, 9.01), *figures]) == chosen
-
-
-def test_measuring_leaves_no_trace():
-    m, random = model(), torch.get_rng_state()
-    before = weights(m)
-    (speed, loss), (_, other) = time_ways([Way(), FAST], m, batches)
-    assert speed > 0 and abs(loss - other) < 0.1
-    assert torch.equal(random, torch.get_rng_state()) and torch.equal(before, weights(m))
-    assert all(p.grad is None for p in m.parameters())
-    assert m.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -263,20 +229,6 @@ def test_fine_tuning_computes_as_the_run(words, known, want, tmp_path):
     impl = tiny(*(f"impl.{w}" for w in words)).impl
     assert _way(impl, SimpleNamespace(run=tmp_path), CPU) == want
     assert _way(impl, SimpleNamespace(run=None), CPU) == (torch.float32, "sdpa")
-
-
-def test_a_compiled_way_compiles_and_what_has_become_of_it_is_kept():
-    options = trainer_options(replace(FAST, compiled=True), print)
-    loss = options.pop("loss")
-    assert isinstance(loss, MaybeCompiled) and trainer_options(FAST, print)["loss"] is mlm_loss
-    loss.compiled = False  # given up
-    assert not way_of(trainer(options=dict(loss=loss))).compiled
-
-
-@pytest.mark.parametrize("word, want", [("True", "true"), ("off", "false"), ("auto", "auto")])
-def test_switches_are_read_as_the_original_wrote_them(word, want):
-    assert tiny(f"impl.compile_torch={word}").impl.compile_torch == want
-    assert tiny(f"arch.gradient_checkpointing={word}").impl.recompute == want
 
 
 # --- torch.compile

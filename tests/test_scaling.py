@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import test_widgets
 from conftest import ROOT
-from test_widgets import lab, shown, wait  # noqa: F401
+from test_widgets import shown  # noqa: F401
 
 from cramnb.cli import main
 from cramnb.core import CramError
@@ -228,23 +227,3 @@ def test_the_planner_redraws_when_a_control_is_moved(shown):  # noqa: F811
     assert "of 24 GB with passes of 128 rows" in title()
     controls["hours"].value, controls["layers"].value = 48, 8
     assert "48 hours" in title() and "72.4 million parameters" in title()
-
-
-@pytest.fixture
-def planner_cell(monkeypatch):
-    monkeypatch.setattr(test_widgets, "CELL", planner())
-
-
-@pytest.mark.skipif(not (test_widgets.BROWSER and test_widgets.PARTS), reason="no browser")
-def test_the_planner_moves_in_jupyterlab(planner_cell, lab):  # noqa: F811
-    wait(lambda: lab.js("!!(window.jupyterapp && document.querySelector('.jp-Notebook .jp-Cell'))"))
-    wait(lambda: lab.js("jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status"))
-    lab.js("void jupyterapp.commands.execute('notebook:run-all-cells')")
-    picture = "document.querySelector('.jp-OutputArea img')?.src"
-    first = wait(lambda: lab.js(picture), 240)
-    wait(lambda: lab.js("!!document.querySelector('.noUi-handle')"))
-    lab.js("document.querySelector('.noUi-handle').focus()")
-    lab.key("ArrowRight", 39)
-    wait(lambda: lab.js(picture) not in (None, first), 60)
-    text = lab.js("document.querySelector('.jp-OutputArea').innerText")
-    assert "Error" not in text and "Traceback" not in text

@@ -17,7 +17,6 @@ from conftest import cramnb
 from toy import SMALL
 
 from cramnb.run import watch as trackers_module
-from cramnb.run import watch
 from cramnb.core import CramError
 from cramnb.cli import main
 from cramnb.run.report import diagnose
@@ -37,12 +36,11 @@ def words(texts, *more) -> list[str]:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory, texts):
-    "A finished run of 30 updates with both trackers, made by the real command."
-    pytest.importorskip("wandb"), pytest.importorskip("tensorboard")
+    "A finished run, made by the real command."
     folder = tmp_path_factory.mktemp("watched")
-    run = cramnb(*words(texts, "name=both", "train.max_updates=30", *TOLD), cwd=folder)
+    run = cramnb(*words(texts, "name=both", "train.max_updates=5"), cwd=folder)
     assert run.returncode == 0, run.stderr
-    return folder, run
+    return folder
 
 
 # --- the machine
@@ -65,14 +63,6 @@ def test_flops_share_and_memory():
     assert row.keys() == {"update", "tokens", "elapsed", "tokens_per_second"}, (
         "the row of the loop was changed"
     )
-
-
-def test_a_known_card_and_an_unknown_one(monkeypatch):
-    row = dict(update=1, tokens=1000, elapsed=1.0, tokens_per_second=494.7e3)
-    monkeypatch.setattr(watch, "memory_gb", lambda device: 1.0)
-    meter = lambda peak: Meter(torch.device("cuda"), 1e9, peak)
-    share = lambda peak: meter(peak)(row, compose([]).train, 1.0)["peak_share"]
-    assert share(989.4) == pytest.approx(0.5) and share(0.0) is None
 
 
 class FakeNVML(types.ModuleType):
@@ -161,35 +151,6 @@ def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_every_tracker_is_told_what_the_log_is_told(done):
-    folder, run = done
-    rows = read_log(folder / "runs/both/metrics.jsonl")
-    assert (
-        len(rows) == 30
-        and set(CLOCKED) <= set(rows[0])
-        and rows[-1]["tflops"] > 0
-        and rows[-1]["peak_share"] is None
-    )
-    ((ident, steps),) = wandb_steps(folder / "runs/both")
-    assert ident.startswith("trial/") and [s for s, _ in steps] == list(range(1, 31))
-    assert [v["loss"] for _, v in steps] == pytest.approx([r["loss"] for r in rows], rel=1e-4)
-    assert [v["heldout"] for _, v in steps if "heldout" in v] == pytest.approx(
-        [r["heldout"] for r in rows if "heldout" in r], rel=1e-4
-    ) and any("heldout" in r for r in rows)
-    shown = board(folder / "runs/both")
-    assert [s for s, _ in shown["loss"]] == list(range(1, 31)) and [
-        v for _, v in shown["loss"]
-    ] == pytest.approx([r["loss"] for r in rows], rel=1e-4)
-    assert {"lr", "tflops", "memory_gb", "tokens_per_second", "batch_size"} <= set(
-        shown
-    ) and "peak_share" not in shown
-    assert (
-        "WeightsAndBiases:" in run.stdout
-        and "TensorBoard:" in run.stdout
-        and not (folder / "wandb").exists()
-    )
-
-
 def test_a_killed_run_goes_on_in_the_same_place_and_doubles_no_step(tmp_path, texts, monkeypatch):
     pytest.importorskip("wandb"), pytest.importorskip("tensorboard")
     updates, save = "train.max_updates=150", "impl.save_every=1e-6"
@@ -222,11 +183,7 @@ def test_a_killed_run_goes_on_in_the_same_place_and_doubles_no_step(tmp_path, te
 
 
 @pytest.mark.parametrize(
-    "option, library",
-    [
-        ("wandb.enabled=True", "wandb"),
-        ("impl.tensorboard=True", "tensorboard"),
-    ],
+    "option, library", [("wandb.enabled=True", "wandb"), ("impl.tensorboard=True", "tensorboard")]
 )
 def test_a_missing_library_is_told_before_anything_begins(
     option, library, monkeypatch, capsys, tmp_path
@@ -316,15 +273,7 @@ def test_a_bar_on_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     bars = Bars()
     for n in range(1, 4):
-        bars(
-            "pretraining",
-            n,
-            3,
-            loss=5.0 - n,
-            heldout=None,
-            tokens_per_second=12_345.0,
-            seconds_left=3.0,
-        )
+        bars("pretraining", n, 3, loss=5.0 - n, heldout=None, tokens_per_second=12_345.0)
     bars.close()
     assert (
         "loss 2.00" in screen.getvalue()
@@ -337,7 +286,7 @@ def test_a_bar_on_a_terminal(monkeypatch):
 
 
 def test_the_commands_runs_and_plot(done, capsys, monkeypatch):
-    monkeypatch.chdir(done[0])
+    monkeypatch.chdir(done)
     assert main(["runs"]) == 0
     out = capsys.readouterr().out
     assert "| both " in out and "finished" in out and "1 CPU thread " in out
