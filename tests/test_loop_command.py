@@ -18,7 +18,8 @@ from cramnb.recipe import compose
 from folders import SUMMARY
 from toy import SMALL, weights
 
-SMALL = [*SMALL, *"train.max_updates=6 impl.microbatch_size=8 impl.device=cpu".split()]
+RUN = "data.seq_length=128 train.max_updates=6 impl.microbatch_size=8 impl.device=cpu"
+SMALL = [*SMALL, *RUN.split()]
 ISOLATED = "train.document_isolation=True"
 
 
@@ -135,17 +136,17 @@ def test_a_run_leaves_the_process_as_it_was(place):
 
 
 def test_memory_that_is_short_is_told_to_the_user(place, capsys, monkeypatch):
-    from cramnb.train import tuning
+    from cramnb.run import run
 
     words, _, _ = place
-    plain = tuning.mlm_loss
+    plain = run.mlm_loss
 
     def loss(model, batch):
         if len(batch.input_ids) > 4 and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return plain(model, batch)
 
-    monkeypatch.setattr(tuning, "mlm_loss", loss)
+    monkeypatch.setattr(run, "mlm_loss", loss)
     assert main(["pretrain", "name=short", *words]) == 0
     assert "passes of 4 sequences" in capsys.readouterr().out
 

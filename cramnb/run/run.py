@@ -43,12 +43,13 @@ from ..options import BERT_READS, PRESETS, Arch, Data, Eval, Impl, Train
 from ..recipe import GROUPS, Recipe, check, parse_budget, preset
 from ..text.store import Corpus, store_folder
 from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
-from ..train.device import compile_ahead, machine_here, pick_device, pick_precision
-from ..train.device import process_settings
+from ..train.device import MaybeCompiled, compile_ahead, machine_here, pick_device
+from ..train.device import pick_precision, process_settings
 from ..train.distributed import Interruptible, World, agreed_checkpoint, first_then_rest
 from ..train.distributed import join_world, parallelise, share, wait_for_file
-from ..train.loop import Loop, heldout_batches, heldout_loss, masked_rows, unigram_entropy
-from ..train.tuning import Way, as_before, settle, trainer_options, way_of
+from ..train.loop import Loop, heldout_batches, heldout_loss, masked_rows, mlm_loss
+from ..train.loop import unigram_entropy
+from ..train.tuning import Way, as_before, recovery, settle, way_of
 from .plan import within_memory
 from .runs import Summary, check_folder, finished, finished_runs, lock_run, make_folder
 from .runs import read_log, read_recipe, run_folder, run_id
@@ -176,9 +177,11 @@ def make_loop(
     if recipe.dryrun:
         few = 2 * way.microbatch_size * world.size
         train = replace(train, batch_size=min(train.batch_size, few))
-    options = trainer_options(way, say, halve=world.size == 1)
-    options |= dict(budget=recipe.budget, should_stop=should_stop)
-    loop = parallelise(world, model, train, batches, **options)
+    compiled = MaybeCompiled(say) if way.compiled else None
+    how = dict(precision=way.dtype, microbatch_size=way.microbatch_size, loss=compiled or mlm_loss)
+    how |= dict(recover=recovery(say, compiled, halve=world.size == 1))
+    how |= dict(budget=recipe.budget, should_stop=should_stop)
+    loop = parallelise(world, model, train, batches, **how)
     loop.state.elapsed = took
     return loop
 
@@ -308,27 +311,16 @@ def _train(recipe, model, corpus, world, progress, say):
 
 # %% ../../nbs/library/run/run.ipynb #d173e82f
 def _finish(record, corpus, held):
-    "Write the Hugging Face folder and the summary of a finished pretraining."
+    "Write the Hugging Face folder of a finished pretraining, and what came out and what it took."
     folder, loop, rows = run_folder(record.recipe), record.loop, record.log.rows
     with whole(folder / 'model') as partial, quiet():
         loop.model.save_pretrained(partial)
         corpus.tokenizer.save_pretrained(partial)
-    summary = _summary(record, corpus, held) | dict(way=asdict(way_of(loop))) | totals(rows)
-    # `publish` compares
-    summary['model'] = fingerprint(folder / 'model/model.safetensors')
-    write_json(folder / 'pretrain.json', summary)
-    return summary
-
-# %% ../../nbs/library/run/run.ipynb #420a284e
-def _summary(record, corpus, held):
-    "What came out, and what it took."
-    loop, device = record.loop, record.loop.device
-    state, threads = loop.state, torch.get_num_threads()
-    last = [r['loss'] for r in record.log.rows[-50:]]
+    state, threads, last = loop.state, torch.get_num_threads(), [r['loss'] for r in rows[-50:]]
     name = f'{threads} CPU thread{"s" * (threads > 1)}'
-    if device.type == 'cuda':
-        name = torch.cuda.get_device_name(device)
-    return dict(
+    if loop.device.type == 'cuda':
+        name = torch.cuda.get_device_name(loop.device)
+    summary = dict(
         first_heldout=record.known['first_heldout'],
         loss=sum(last) / max(len(last), 1),
         heldout=heldout_loss(loop.model, held, loop.precision),
@@ -342,10 +334,15 @@ def _summary(record, corpus, held):
         tokens_per_second=state.tokens / max(state.elapsed, 1e-9),
         parameters=count_parameters(loop.model),
         flops=_flops(record.recipe, corpus) * state.tokens,
-        device=str(device),
+        device=str(loop.device),
         device_name=name,
         torch=torch.__version__,
+        way=asdict(way_of(loop)),
+        **totals(rows),
+        model=fingerprint(folder / 'model/model.safetensors'),  # `publish` compares
     )
+    write_json(folder / 'pretrain.json', summary)
+    return summary
 
 # %% ../../nbs/library/run/run.ipynb #81a31a19
 @dataclass(frozen=True)
@@ -703,16 +700,6 @@ def _protocol(tasks):
         return replace(preset('eval', 'local'), tasks=tasks)
     return _part('eval', tasks)
 
-# %% ../../nbs/library/run/run.ipynb #c70085bb
-def _keep(model, corpus, folder):
-    "A model that lies in no folder yet, as a checkpoint in one."
-    if corpus is None:
-        raise CramError("A model alone has no tokenizer: give corpus=, or the folder of its run.")
-    with quiet():
-        model.save_pretrained(folder)
-        corpus.tokenizer.save_pretrained(folder)
-    return Checkpoint(Path(folder), None, label=type(model).__name__)
-
 # %% ../../nbs/library/run/run.ipynb #7db836ff
 def evaluate(
     model: str | Path | nn.Module | Checkpoint,  # folder of a run, hf://NAME, …, or a model
@@ -729,43 +716,39 @@ def evaluate(
     ev, impl = _protocol(tasks), _part('impl', impl)
     progress = Bars() if progress is None else progress
     if isinstance(model, nn.Module):
-        with tempfile.TemporaryDirectory() as place:
-            kept = _keep(model, corpus, Path(place) / 'model')
-            scores = _evaluate(kept, ev, corpus, seed, impl, folder or place, dry, progress)
-            return scores if folder else Scores(scores.trials, ev)
+        if corpus is None:
+            raise CramError("A model alone has no tokenizer: give corpus=, or its run's folder.")
+        with tempfile.TemporaryDirectory() as place, quiet():
+            model.save_pretrained(f'{place}/model')
+            corpus.tokenizer.save_pretrained(f'{place}/model')
+            kept = Checkpoint(Path(place, 'model'), None, label=type(model).__name__)
+            how = dict(corpus=corpus, seed=seed, impl=impl, dry=dry, progress=progress)
+            scores = evaluate(kept, ev, folder=folder or place, **how)
+        return scores if folder else Scores(scores.trials, ev)
+    checkpoint = model
     if not isinstance(model, Checkpoint):
-        model = resolve_checkpoint(model, ev.checkpoint)
-    if corpus is None and model.run and wants_local(ev):
-        corpus = corpus_of(read_recipe(model.run), model.run, progress)
-    folder = folder or model.run or Path('runs/eval')
-    return _evaluate(model, ev, corpus, seed, impl, folder, dry, progress)
-
-# %% ../../nbs/library/run/run.ipynb #0ne8y0ne
-def _one_by_one(where):
-    "Of the processes of torchrun one answers the questions, and the others find the answers."
-    if 'WORLD_SIZE' not in os.environ:
-        return nullcontext()
-    where.mkdir(parents=True, exist_ok=True)
-    return FileLock(where / '.lock')
-
-# %% ../../nbs/library/run/run.ipynb #74846994
-def _evaluate(checkpoint, ev, corpus, seed, impl, folder, dry, progress):
-    "Run the trials of a checkpoint that are missing, and keep scores, answers and picture."
-    exams, device, folder = load_exams(ev, corpus, seed), pick_device(impl), Path(folder)
+        checkpoint = resolve_checkpoint(model, ev.checkpoint)
+    if corpus is None and checkpoint.run and wants_local(ev):
+        corpus = corpus_of(read_recipe(checkpoint.run), checkpoint.run, progress)
+    exams, device = load_exams(ev, corpus, seed), pick_device(impl)
     _check_text(checkpoint, corpus, ev)
     precision, attention = _way(impl, checkpoint, device)
-    how = precision if attention == 'sdpa' else f'{precision} {attention}'
-    weights = weights_key(checkpoint)
+    weights, how = weights_key(checkpoint), str(precision)
+    if attention != 'sdpa':
+        how = f'{precision} {attention}'
+    folder = Path(folder or checkpoint.run or 'runs/eval')
     where = folder / 'eval' / protocol_key(ev, weights, how, checkpoint.untrained)
     options = (seed, device, progress, precision, weights, attention)
-    with tempfile.TemporaryDirectory() as scratch, process_settings(impl, device):
+    with process_settings(impl, device):
         if dry:
             few = 2 * ev.batch_size
             ev = replace(ev, trials=1, epochs=1, max_train_examples=few)
-            trials = evaluate_checkpoint(checkpoint.where, exams, ev, Path(scratch), *options)
+            with tempfile.TemporaryDirectory() as scratch:
+                trials = evaluate_checkpoint(checkpoint.where, exams, ev, Path(scratch), *options)
             _end_stage(progress)
             return Scores(trials, ev)
-        with _one_by_one(where):
+        where.mkdir(parents=True, exist_ok=True)
+        with FileLock(where / '.lock'):  # a second process finds the answers of the first
             trials = evaluate_checkpoint(checkpoint.where, exams, ev, where, *options)
             _end_stage(progress)
             for place in (where, folder) if checkpoint.own else (where,):

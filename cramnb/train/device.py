@@ -85,17 +85,13 @@ class Machine:
     kind: str  # cuda, mps or cpu
     memory: float  # bytes
     bf16: bool = False  # 16-bit products with the range of float32, in hardware
-    compiler: bool = False  # can torch.compile make kernels for it?
+    compiles: bool = False  # is torch.compile worth its time? a processor gains a tenth
     peak: float = 0.0  # TFLOP/s of 16-bit products; 0 where unknown
     source: str = ''  # of the peak
 
     @property
     def precision(self) -> str:  # a CPU may imitate 16 bits, several times slower
         return 'float32' if self.kind != 'cuda' else 'bfloat16' if self.bf16 else 'float16'
-
-    @property
-    def compiles(self) -> bool:  # a processor gains a tenth, and has to be told
-        return self.kind == 'cuda' and self.compiler
 
 # %% ../../nbs/library/train/device.ipynb #6881ee81
 _BEFORE_BF16 = ('RTX 2080 TI', 'T4', 'TITAN RTX', 'V100', 'V100 PCIE')  # Volta and Turing
