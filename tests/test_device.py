@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cramnb.train.checkpoint import save_checkpoint
 from cramnb.core import CramError, LostRank, Stopped, write_json
 from cramnb.train.distributed import World
 from cramnb.options import Impl
@@ -19,7 +18,7 @@ from cramnb.run.run import Trainer, _way, open_corpus
 from cramnb.train import tuning
 from cramnb.train.device import MaybeCompiled, compile_ahead, find_card, keep_memory
 from cramnb.train.device import process_settings, recipe_here
-from cramnb.train.tuning import Way, as_before, probe_microbatch, recovery, settle
+from cramnb.train.tuning import Way, probe_microbatch, recovery, settle
 from cramnb.train.tuning import way_of
 from toy import batches, model, trainer, weights
 
@@ -138,21 +137,6 @@ def test_a_memory_that_is_none_is_refused(text):
 # --- the way to compute: tried, chosen, kept
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "impl.deterministic=True",
-        "budget=119s",
-        "train.progress=updates train.max_updates=9",
-        "impl.precision=float32",
-        "dryrun=True",
-    ],
-)
-def test_a_run_that_is_short_exact_or_told_what_to_do_does_not_measure(words, monkeypatch):
-    monkeypatch.setattr(tuning, "fastest_way", forbidden)
-    assert settle(tiny("impl.device=cpu", *words.split()), model(), batches, World()) == (Way(), 0)
-
-
 @pytest.mark.parametrize("counts", [True, False])
 def test_two_minutes_are_measured_inside_the_budget_as_compiling_is(counts, monkeypatch):
     monkeypatch.setattr(tuning, "fastest_way", lambda *_: (FAST, 160))
@@ -170,20 +154,6 @@ def test_layers_forget_where_the_recipe_says_so_or_no_pass_fits(monkeypatch):
         assert (way.recompute, way.microbatch_size, found) == (True, 16, [])
         assert way_of(trainer(options=dict())).recompute is False
         m(batches(0, 2, 0).input_ids).logits.mean().backward()
-
-
-def test_a_run_goes_on_as_before_unless_it_is_told_otherwise(tmp_path):
-    t = trainer()
-    kept = replace(FAST, compiled=True, recompute=True)
-    saved = save_checkpoint(tmp_path, t, extra=dict(way=asdict(kept)))
-    same = as_before(tiny("impl.device=cpu"), saved, World()).impl
-    assert (same.compile_torch, same.recompute, same.precision) == ("true", "true", "bfloat16")
-    said = tiny("impl.device=cpu", "impl.recompute=false", "impl.microbatch_size=4")
-    same = as_before(said, saved, World()).impl
-    assert (same.recompute, same.microbatch_size) == ("false", "4")
-    t.state.update = 1
-    other = save_checkpoint(tmp_path, t, extra=dict(way=asdict(replace(kept, device="cuda"))))
-    assert as_before(said, other, World()) == as_before(said, None, World()) == said
 
 
 def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts, monkeypatch):
@@ -354,23 +324,6 @@ def small_card(holds, tried):
         return batches(start, n, number)
 
     return source
-
-
-def test_passes_that_do_not_fit_are_halved_and_it_is_said():
-    told, tried = [], []
-    t = trainer(
-        microbatch_size=16,
-        max_updates=2,
-        source=small_card(5, tried),
-        options=dict(recover=recovery(told.append)),
-    )
-    run(t)
-    assert (
-        tried == [16, 8, 4, 4, 4, 4, 4, 4, 4, 4]
-        and t.state.sequences == 32
-        and t.state.microbatch == 8
-    )
-    assert len(told) == 2 and "impl.microbatch_size=4" in told[1]
 
 
 @pytest.mark.parametrize("halve", [True, False])

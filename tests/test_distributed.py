@@ -16,15 +16,12 @@ from conftest import cramnb, server
 from toy import ARCH, SMALL
 
 from cramnb.train.checkpoint import checkpoints, load_checkpoint, restore, save_checkpoint
-from cramnb.core import CramError, LostRank
+from cramnb.core import LostRank
 from cramnb.train.distributed import World, noticing, parallelise
 from cramnb.train.distributed import (
     agreed_checkpoint,
-    dist_env,
     first_then_rest,
     join_world,
-    launcher,
-    pick_backend,
     share,
 )
 from cramnb.text.masking import mask_tokens, microbatch_generator
@@ -197,15 +194,6 @@ def test_two_processes_equal_one_with_twice_the_microbatch(changes, tmp_path):
     assert sum(a["reads"]) + sum(b["reads"]) == t.state.sequences
 
 
-def test_a_batch_that_does_not_split_is_refused_with_a_number_that_does(tmp_path):
-    for r in together(_train, tmp_path, dict(batch_size=45)):
-        assert (
-            r["error"] == "CramError"
-            and "train.batch_size=45" in r["text"]
-            and "such as 44" in r["text"]
-        )
-
-
 # --- one decision for all
 
 
@@ -353,59 +341,6 @@ def test_a_lost_process_is_told_by_torchs_own_errors_and_by_nothing_else():
         with pytest.raises(type(error)) as e, noticing(World(1, 2)):
             raise error
         assert e.value is error
-
-
-@pytest.mark.parametrize(
-    "variables, told",
-    [
-        (dict(WORLD_SIZE="2"), "RANK.*torchrun"),
-        (
-            dict(WORLD_SIZE="2", RANK="x", LOCAL_RANK="0", MASTER_ADDR="h", MASTER_PORT="1"),
-            "RANK=x is no number",
-        ),
-    ],
-)
-def test_an_environment_that_cannot_be_is_one_line(variables, told, monkeypatch, tmp_path, capsys):
-    from cramnb.cli import main
-
-    for name in "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split():
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(CramError, match=told):
-        dist_env()
-    monkeypatch.chdir(tmp_path)
-    assert (
-        main(["pretrain"]) == 2
-        and "Traceback" not in capsys.readouterr().err
-        and not list(tmp_path.iterdir())
-    )
-
-
-def test_mistakes_are_told_before_anything_begins():
-    with pytest.raises(CramError, match="--nproc_per_node=1"):
-        pick_backend(Impl(), cards=1, local_size=2)
-    with pytest.raises(CramError, match="needs a GPU"):
-        pick_backend(Impl(dist_backend="nccl"), cards=0, local_size=2)
-    assert [
-        pick_backend(Impl(), 2, 2),
-        pick_backend(Impl(), 0, 2),
-        pick_backend(Impl(dist_backend="gloo"), 1, 2),
-        pick_backend(Impl(device="cpu"), 1, 2),
-    ] == ["nccl", "gloo", "gloo", "gloo"]
-
-
-def test_without_torchrun_nothing_is_set_up():
-    with join_world(Impl()) as world:
-        assert (
-            world.size == 1
-            and world.is_first
-            and type(make(world)) is Loop
-            and world.any(True)
-            and share(world, "x") == "x"
-        )
-    assert launcher() == "cramnb" and not torch.distributed.is_initialized()
-    assert issubclass(LostRank, RuntimeError)
 
 
 # --- the command

@@ -486,34 +486,3 @@ def test_a_corpus_goes_to_the_hub_and_comes_back(tmp_path, monkeypatch):
     back = Corpus.build(compose(words).data, tmp_path / "data")
     there = sorted(map(bytes, [*back.rows[:], *back.heldout[:]]))
     assert there == sorted(map(bytes, corpus.rows[:]))
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["convert nowhere out", "publish name=small format=onnx", "publish name=small push=nobody"],
-)
-def test_mistakes_cost_one_line(words, run, tmp_path, monkeypatch, capsys):
-    folder, _ = run()
-    monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
-    assert main(words.split()) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
-    assert not list(folder.glob("hub*")) and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("damage", ["changed", "lost", "nan", "recipe.json"])
-def test_publish_writes_only_what_it_has_loaded(damage, run):
-    folder, _ = run()
-    weights, summary = folder / "model/model.safetensors", folder / "pretrain.json"
-    state, told = load_file(weights), json.loads(summary.read_text())
-    first = next(iter(state))
-    new = dict(changed={first: state[first] + 1}, nan={first: state[first] / 0 * 0})
-    if damage in (*new, "lost"):
-        left = without(state, first) if damage == "lost" else state | new[damage]
-        save_file(left, weights, metadata={"format": "pt"})
-        if damage != "changed":  # a run that went wrong has the right fingerprint
-            summary.write_text(json.dumps(told | dict(model=fingerprint(weights))))
-    else:
-        next(folder.rglob(damage)).write_text('{"train": null}')
-    a_line(publish, folder)
-    assert not list(folder.glob("hub*"))

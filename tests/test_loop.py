@@ -5,16 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from cramnb.train import loop
 from cramnb.text.masking import MaskedBatch
 from cramnb.model.mlm import build_model
-from cramnb.train.optim import decay_groups
 from cramnb.core import CramError
 from cramnb.recipe import preset
 from cramnb.train.schedule import lr_factor
-from cramnb.train.loop import Stopped, heldout_loss, replay, unigram_entropy
+from cramnb.train.loop import heldout_loss, unigram_entropy
 from toy import batches, gradient, model, recipe, trainer, weights
 
 FIXED = batches(0, 16, 0)
@@ -208,20 +206,6 @@ def test_non_finite_updates_are_left_out_counted_and_end_the_run(kind):
     assert seen == [0, 0, 1, 2, 3] and torch.equal(weights(t), good)
 
 
-def test_a_stop_between_passes_leaves_no_trace():
-    asked = iter([False] * 5 + [True])
-    t = trainer(options=dict(should_stop=lambda: next(asked)))
-    with pytest.raises(Stopped):
-        for row in t.updates():
-            after = weights(t)
-    assert (
-        t.state.update == 2
-        and t.state.sequences == 32
-        and t.state.microbatch == 4
-        and torch.equal(weights(t), after)
-    )
-
-
 # --- held-out loss
 
 
@@ -253,34 +237,6 @@ def test_the_unigram_entropy_is_that_of_all_training_tokens():
 
 
 # --- replay
-
-
-def test_replay_is_plain_torch():
-    """Given weights, given passes of unequal numbers of questions, a constant rate: 12 passes, 6
-    updates, AdamW, clipped."""
-    passes = [(b.input_ids, b.labels) for b in (batches(8 * i, 8, i) for i in range(12))]
-    for ids, labels in passes[::3]:
-        labels[:3] = -100
-    ours, twin = model(), model().eval()
-    rows = replay(
-        ours,
-        passes,
-        recipe("bert-o4", scheduler="constant", lr=1e-3, gradient_clipping=0.5),
-        per_update=2,
-    )
-    optimizer = torch.optim.AdamW(decay_groups(twin, 0.01), lr=1e-3, betas=(0.9, 0.98), eps=1e-12)
-    for n in range(6):
-        optimizer.zero_grad()
-        parts = [twin(ids, labels=labels).loss / 2 for ids, labels in passes[2 * n : 2 * n + 2]]
-        for part in parts:
-            part.backward()
-        nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-        optimizer.step()
-        assert (
-            rows[n]["loss"] == pytest.approx(sum(parts).item(), abs=2e-6) and rows[n]["lr"] == 1e-3
-        )
-    assert len(rows) == 6
-    torch.testing.assert_close(weights(ours), weights(twin), atol=1e-5, rtol=0)
 
 
 def test_the_example_in_the_documentation_runs():

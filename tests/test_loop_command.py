@@ -118,39 +118,6 @@ def test_the_mask_rate_falls_over_the_budget_and_a_resumed_run_asks_the_same(pla
     assert asked_again == asked[6:] and torch.equal(weights(whole), weights(again))
 
 
-def test_a_run_leaves_the_process_as_it_was(place):
-    words, _, folder = place
-
-    def settings():
-        return (
-            torch.get_num_threads(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
-            torch.get_rng_state().tolist(),
-        )
-
-    before = settings()
-    more = "impl.deterministic=true impl.threads=2 train.dropout=true".split()
-    assert main(["pretrain", "name=polite", *words, *more]) == 0
-    assert settings() == before
-
-
-def test_memory_that_is_short_is_told_to_the_user(place, capsys, monkeypatch):
-    from cramnb.run import run
-
-    words, _, _ = place
-    plain = run.mlm_loss
-
-    def loss(model, batch):
-        if len(batch.input_ids) > 4 and torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return plain(model, batch)
-
-    monkeypatch.setattr(run, "mlm_loss", loss)
-    assert main(["pretrain", "name=short", *words]) == 0
-    assert "passes of 4 sequences" in capsys.readouterr().out
-
-
 def test_isolated_documents_are_read_as_if_each_stood_alone(place):
     words, corpus, folder = place
     trainer = make_trainer(compose([*words, "arch=tiny", *SMALL, ISOLATED]), corpus)

@@ -18,7 +18,6 @@ from cramnb.run.runs import (
     lock_run,
     make_folder,
     read_log,
-    read_recipe,
     runs_table,
 )
 
@@ -126,23 +125,6 @@ def test_a_folder_that_cannot_be_used_is_told_and_nothing_is_made(tmp_path):
     assert not (tmp_path / "new").exists() and (tmp_path / "runs/thesis/chapter.txt").exists()
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"train": {"lr": {}}}', '{"nonsense": 1}'])
-def test_a_damaged_recipe_is_one_line(text, tmp_path):
-    (tmp_path / "recipe.json").write_text(text)
-    with pytest.raises(CramError) as e:
-        read_recipe(tmp_path)
-    assert "recipe.json" in str(e.value) and "\n" not in str(e.value)
-
-
-def test_a_mistake_leaves_no_empty_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert (
-        main(["pretrain", "data=files", "data.files=nowhere"]) == 2
-        and main(["pretrain", "train.scheduler=triangel2"]) == 2
-    )
-    assert "nowhere" in capsys.readouterr().err and not (tmp_path / "runs").exists()
-
-
 # --- what eval.checkpoint means
 
 
@@ -207,29 +189,6 @@ def test_a_folder_that_is_not_there_is_reported_in_our_words(done, name):
 # --- the whole way
 
 
-def test_a_full_disk_at_the_end_keeps_the_checkpoint_and_says_where(
-    done, tmp_path, capsys, monkeypatch
-):
-    import torch
-    import transformers
-
-    folder, words = done
-
-    def full(self, *_, **__):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
-        assert main(["pretrain", "name=full", *words]) == 2
-    err, run = capsys.readouterr().err, folder / "runs/full"
-    assert "The disk is full" in err and str(run / "model") in err and "Traceback" not in err
-    assert not (run / "model").exists() and (run / "checkpoints/update_00000004").is_dir()
-    assert (
-        main(["pretrain", "name=full", *words]) == 0 and (run / "model/model.safetensors").exists()
-    )
-    assert torch.are_deterministic_algorithms_enabled() is False
-
-
 def test_trials_are_found_again_and_never_those_of_other_weights(done, capsys):
     folder, words = done
     run = folder / "runs/mine"
@@ -252,15 +211,3 @@ def test_trials_are_found_again_and_never_those_of_other_weights(done, capsys):
     assert main(["eval", "name=mine", *words, *EVAL, "eval.lr=1e-5"]) == 0 and len(files()) == 3
     data[-1] ^= 0x01
     weights.write_bytes(data)
-
-
-def test_an_evaluation_that_fails_leaves_nothing(done, capsys):
-    folder, words = done
-    before = sorted(p.name for p in (folder / "runs/mine").rglob("*"))
-    bad = folder / "table.csv"
-    bad.write_text("text,label\n")
-    assert main(["eval", "name=mine", *words, f"eval.files={bad}"]) == 2
-    assert (
-        sorted(p.name for p in (folder / "runs/mine").rglob("*")) == before
-        and "Traceback" not in capsys.readouterr().err
-    )

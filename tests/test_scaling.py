@@ -12,7 +12,7 @@ from test_widgets import shown  # noqa: F401
 from cramnb.cli import main
 from cramnb.core import CramError
 from cramnb.text.masking import mask_tokens
-from cramnb.model.mlm import build_model, flops_per_token
+from cramnb.model.mlm import build_model
 from cramnb.options import Train
 from cramnb.recipe import crammed, preset, tiny
 from cramnb.run.plan import (
@@ -22,17 +22,15 @@ from cramnb.run.plan import (
     corpus_rows,
     describe,
     disk_needed,
-    expected_loss,
     fit_law,
     fit_memory,
     kept_bytes,
     memory_needed,
-    outside_law,
     parameters_by_part,
     plan_lines,
     plan_run,
 )
-from cramnb.train.device import CARDS, Machine, card_key, find_card
+from cramnb.train.device import CARDS, card_key, find_card
 from cramnb.train.loop import mlm_loss
 
 
@@ -153,30 +151,6 @@ def test_epochs_disk_and_share_of_bert_are_in_the_lines(tmp_path):
     disk = disk_needed(plan)
     assert disk["rows"] == 2 * 128 * 85_000_000 and disk["model"] == 4 * 119_589_889
     assert "no forecast" in lines["held-out loss"]
-
-
-def test_the_loss_of_a_run_near_the_law_is_forecast_with_its_error():
-    near = tiny("train.progress=tokens", "train.max_tokens=4538368")
-    text = (ROOT / "nbs/data/scaling_runs.json").read_text(encoding="utf-8")
-    measured = json.loads(text)["three_minutes"]
-    loss, error = expected_loss(plan_run(near, Machine("two cores", "cpu", 8e9), rate=25_204.0))
-    assert abs(loss - measured["heldout"]) < error < 0.1
-    assert expected_loss(plan_run(crammed(), find_card("h200"))) is None
-    far = tiny("train.progress=tokens", "train.max_tokens=30351360")
-    assert expected_loss(plan_run(far, find_card("h200"))) is None
-    words = "train.progress=tokens", "train.max_tokens=3035136"
-    others = "data.vocab_size=8192 arch.neighbours=False train.lr=4e-3 train.optimizer=adamw"
-    others += " train.muon_lr=0.5 train.batch_size=512 arch.position_embedding_type=none"
-    others += " train.eval_rows=2048 data.max_rows=100"
-    for other in others.split():
-        plan = plan_run(tiny(*words, other), find_card("h200"))
-        assert expected_loss(plan) is None and other.partition("=")[0] in outside_law(plan)
-
-
-def test_epochs_are_tokens_over_the_corpus():
-    plan = plan_run(tiny(), Machine("made up", "cpu", 8e9), rate=1280.0, rows=1000)
-    assert plan.epochs == pytest.approx(1280 * 180 / (1000 * 128))
-    assert plan.flops == flops_per_token(tiny().arch, tiny().data.vocab_size, 128, 0.25)
 
 
 def test_the_law_guesses_a_run_that_it_has_not_seen():
