@@ -14,12 +14,12 @@ __all__ = ['Share', 'Shares', 'Rates', 'GATED', 'BERT_READS', 'READ_BY', 'SCHEDU
            'Impl', 'Wandb', 'parse_memory', 'flat', 'diff']
 
 # %% ../nbs/library/options.ipynb #094b1479
-import re
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from .core import CramError, nearest, validation_line
@@ -338,7 +338,7 @@ class Impl:
         'auto', 'of matrix products; auto: 16 bits on a GPU; on a CPU measured where 2 minutes or '
         'more')
     compile_torch: Auto = option(
-        'auto', 'torch.compile; auto: on a GPU; on a CPU measured where 20 minutes or more')
+        'auto', 'torch.compile; auto: on a GPU')
     memory: str = option('', 'plan for so much: 8GB, 24GB (empty: all that a GPU has)')
     recompute: Auto = option(
         'auto', 'layers forget and compute again: less memory, a third more work; auto: if it '
@@ -380,12 +380,10 @@ def parse_memory(
     "Read a size of memory. Raises CramError when it is not one, or a senseless one."
     if not text:
         return 0.0
-    found = re.fullmatch(r'\s*(\d+(?:\.\d+)?|\.\d+)\s*([MGT])(i?)B\s*', text[:40], re.IGNORECASE)
-    if found:
-        unit = 1024 if found[3] else 1000
-        size = float(found[1]) * unit ** (' MGT'.index(found[2].upper()) + 1)
-        if 1e8 <= size <= 1e13 and len(text) <= 40:
-            return size
+    with suppress(ValidationError):
+        size = TypeAdapter(ByteSize).validate_python(text[:40])
+        if 1e8 <= size <= 1e13:
+            return float(size)
     units = 'give a number and a unit, such as 8GB or 500MB, from 100MB to 10TB'
     raise CramError(f"impl.memory={text[:60]} is not a size of memory: {units}.")
 

@@ -12,23 +12,21 @@ Docs: https://cramnb.github.io/cramnb/library/recipe.html.md"""
 # %% auto #0
 __all__ = ['GROUPS', 'RECIPES', 'ALIASES', 'VALUES', 'IGNORED', 'RETIRED', 'RULES', 'Recipe', 'translate', 'read_value',
            'parse_budget', 'show_budget', 'check', 'preset', 'leaves', 'with_environment', 'split_word', 'compose',
-           'tiny', 'crammed', 'to_dict', 'from_dict']
+           'tiny', 'crammed']
 
 # %% ../nbs/library/recipe.ipynb #16e830e9
-import json
 import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, field, replace
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import get_args, get_origin
 
-from .core import CramError, decode, nearest
+from .core import CramError, nearest
 from .options import PRESETS, READ_BY, TASK_NAMES, Arch, Data, Eval, Impl, Train, Wandb
-from .options import check_arch, checked, flat, option, parse_memory
-from .options import schedule_name
+from .options import check_arch, checked, flat, option, parse_memory, schedule_name
 
 # %% ../nbs/library/recipe.ipynb #59d75385
 @checked
@@ -444,17 +442,3 @@ def tiny(*overrides: str) -> Recipe:
 def crammed(*overrides: str) -> Recipe:
     "The 24-hour recipe of which the published checkpoint was made."
     return compose(list(overrides), 'crammed')
-
-# %% ../nbs/library/recipe.ipynb #93a97072
-def to_dict(
-    recipe: Recipe,  # any recipe
-) -> dict:  # nested plain values, ready for JSON
-    "The recipe as plain values."
-    return asdict(recipe)
-
-# %% ../nbs/library/recipe.ipynb #9a3e6455
-def from_dict(
-    values: dict,  # what `to_dict` gave
-) -> Recipe:
-    "Read a recipe back. Raises CramError for keys and values that this version does not know."
-    return check(decode(json.dumps(values), Recipe, 'the recipe'))

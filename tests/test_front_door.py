@@ -86,7 +86,7 @@ def test_a_run_leaves_what_the_command_leaves(trained):
     kept = {p.name for p in done.folder.iterdir()}
     assert {"recipe.json", "metrics.jsonl", "pretrain.json", "model", "checkpoints"} <= kept
     assert done.summary["updates"] == len(done.rows) == 12
-    assert "<img" in done._repr_html_()
+    assert done._repr_png_().startswith(b"\x89PNG")
     model, tokenizer = load(done.folder)
     assert torch.equal(weights(model), weights(trainer.model))
     assert len(tokenizer) == model.config.vocab_size
@@ -136,7 +136,7 @@ def test_scores_are_numbers_by_task_and_are_found_again(trained, corpus):
     folder = trained[1].folder
     scores = evaluate(folder, EXAM, corpus=corpus, impl=IMPL, progress=silent)
     assert dict(scores) == {"order": scores["order"]} and scores.mean == scores["order"]
-    assert "<td>order</td>" in scores._repr_html_()
+    assert "| order |" in scores._repr_markdown_()
     asked = []
     again = evaluate(folder, EXAM, impl=IMPL, progress=lambda *a, **k: asked.append(a))
     assert dict(again) == dict(scores) and not asked  # its own corpus was found, too

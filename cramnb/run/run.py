@@ -11,12 +11,10 @@ Docs: https://cramnb.github.io/cramnb/library/run/run.html.md"""
 
 # %% auto #0
 __all__ = ['silent', 'check_run', 'open_corpus', 'open_together', 'new_model', 'make_loop', 'measure', 'Checkpoint',
-           'resolve_checkpoint', 'find_checkpoint', 'load', 'arch_of', 'Trainer', 'Trained', 'dry_run', 'wants_local',
-           'load_exams', 'weights_key', 'protocol_key', 'Scores', 'evaluate', 'plot_scores']
+           'resolve_checkpoint', 'load', 'arch_of', 'Trainer', 'Trained', 'dry_run', 'wants_local', 'load_exams',
+           'weights_key', 'protocol_key', 'Scores', 'evaluate', 'plot_scores']
 
 # %% ../../nbs/library/run/run.ipynb #f733f0e6
-import base64
-import html
 import io
 import os
 import shutil
@@ -32,34 +30,31 @@ from filelock import FileLock
 from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from ..text.store import Corpus
-from ..model.mlm import build_model
-from ..model.attention import check_attention
-from ..train.tuning import Way, as_before, settle, trainer_options, uneven_batch, way_of
-from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
 from ..core import CramError, Stopped, fingerprint, folder_of, load_pretrained, nearest, quiet
 from ..core import read_json, say, whole, write_json, write_text
-from .plan import within_memory
-from ..train.device import compile_ahead, pick_device, pick_precision, process_settings
-from ..judge.tasks import load_tasks
-from ..recipe import parse_budget
 from ..judge.finetune import Trial, load_tokenizer
-from ..judge.tasks import LOCAL, PUBLISHED, PUBLISHED_TASKS, local_suite, task_names
-from ..model.mlm import count_parameters, flops_per_token
-from ..options import BERT_READS, Arch, Data, Eval, Impl, Train
-from ..options import PRESETS
-from ..recipe import GROUPS, Recipe, check, preset, to_dict
-from .runs import Summary, check_folder, finished, finished_runs, lock_run, make_folder
-from .runs import read_log, read_recipe, run_folder, run_id
-from ..train.schedule import lr_factor
 from ..judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
 from ..judge.score import within_rules
-from ..text.store import store_folder
-from .watch import Trackers, check_trackers
-from ..train.distributed import Interruptible, World, first_then_rest, join_world
-from ..train.distributed import agreed_checkpoint, parallelise, share, wait_for_file
-from ..train.loop import Loop, heldout_batches, heldout_loss, masked_rows, unigram_entropy
-from .watch import Bars, Log, Meter, card_uuids, notes_of, totals
+from ..judge.tasks import LOCAL, PUBLISHED, PUBLISHED_TASKS, load_tasks, local_suite
+from ..judge.tasks import task_names
+from ..model.attention import check_attention
+from ..model.mlm import build_model, count_parameters, flops_per_token
+from ..options import BERT_READS, PRESETS, Arch, Data, Eval, Impl, Train
+from ..recipe import GROUPS, Recipe, check, parse_budget, preset
+from ..text.store import Corpus, store_folder
+from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
+from ..train.device import MaybeCompiled, compile_ahead, machine_here, pick_device
+from ..train.device import pick_precision, process_settings
+from ..train.distributed import Interruptible, World, agreed_checkpoint, first_then_rest
+from ..train.distributed import join_world, parallelise, share, wait_for_file
+from ..train.loop import Loop, heldout_batches, heldout_loss, masked_rows, mlm_loss
+from ..train.loop import unigram_entropy
+from ..train.tuning import Way, as_before, recovery, settle, way_of
+from .plan import within_memory
+from .runs import Summary, check_folder, finished, finished_runs, lock_run, make_folder
+from .runs import read_log, read_recipe, run_folder, run_id
+from .watch import Bars, Log, Meter, Trackers, card_uuids, check_trackers
+from .watch import totals
 
 # %% ../../nbs/library/run/run.ipynb #873ca6c4
 def silent(*_, **__):
@@ -79,7 +74,6 @@ def check_run(
     check_trackers(recipe)
     if not recipe.dryrun:
         check_folder(recipe)
-    lr_factor(recipe.train.scheduler, 0.0)
     device = pick_device(recipe.impl)
     dropout = recipe.arch.attention_probs_dropout_prob * recipe.train.dropout
     name = str(pick_precision(recipe.impl, device)).removeprefix('torch.')
@@ -165,12 +159,12 @@ def make_loop(
     if recipe.dryrun:
         few = 2 * way.microbatch_size * world.size
         train = replace(train, batch_size=min(train.batch_size, few))
-    options = trainer_options(way, say, halve=world.size == 1)
-    options |= dict(budget=recipe.budget, should_stop=should_stop)
-    loop = parallelise(world, model, train, batches, **options)
+    compiled = MaybeCompiled(say) if way.compiled else None
+    how = dict(precision=way.dtype, microbatch_size=way.microbatch_size, loss=compiled or mlm_loss)
+    how |= dict(recover=recovery(say, compiled, halve=world.size == 1))
+    how |= dict(budget=recipe.budget, should_stop=should_stop)
+    loop = parallelise(world, model, train, batches, **how)
     loop.state.elapsed = took
-    if uneven := uneven_batch(train, loop.microbatch_size):
-        say(uneven)
     return loop
 
 # %% ../../nbs/library/run/run.ipynb #6deb0a3f
@@ -181,14 +175,12 @@ def _flops(recipe, corpus):  # of one token, forward and backward
 # %% ../../nbs/library/run/run.ipynb #0b8d01e1
 def _meter(recipe, loop, corpus, world, rows, say):
     "What the machine does, beside what the model does; goes on counting where the log ends."
-    device = loop.device
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else ''
+    device, machine = loop.device, machine_here(loop.device)
     kwh = (rows[-1].get('energy_kwh') or 0.0) if rows else 0.0
     cards = card_uuids(device, world.local_size)
-    meter = Meter(device, _flops(recipe, corpus), name, kwh, cards, world.size)
-    if name and not meter.peak:
-        say(f"The peak of {name!r} is not in cramnb.train.device.PEAKS: its share is not logged.")
-    return meter
+    if cards and not machine.peak:
+        say(f"The peak of {machine.name} is not in cramnb.train.device.CARDS: no share is logged.")
+    return Meter(device, _flops(recipe, corpus), machine.peak * world.size, kwh, cards)
 
 # %% ../../nbs/library/run/run.ipynb #93069714
 class _Recorder:
@@ -198,7 +190,7 @@ class _Recorder:
         folder, i = run_folder(recipe), recipe.impl
         needs = ('loss', 'progress', 'elapsed', 'tokens', 'tokens_per_second')
         self.recipe, self.loop, self.progress = recipe, loop, progress
-        self.known = dict(first_heldout=first_heldout, processes=world.size, recipe=to_dict(recipe))
+        self.known = dict(first_heldout=first_heldout, processes=world.size, recipe=asdict(recipe))
         # cut back to the checkpoint
         self.log = Log(folder / 'metrics.jsonl', loop.state.update, needs, say)
         self.meter = _meter(recipe, loop, corpus, world, self.log.rows, say)
@@ -215,7 +207,9 @@ class _Recorder:
         heldout, recipe = row.get('heldout'), self.recipe
         self.measured += [] if heldout is None else [heldout]
         row = self.log.write(self.meter(row, recipe.train, recipe.budget))
-        notes = notes_of(row, self.measured[-1] if self.measured else None)
+        keys = ('loss', 'tokens_per_second', 'peak_share', 'seconds_left', 'update')
+        notes = dict(heldout=self.measured[-1] if self.measured else None)
+        notes |= {k: row[k] for k in keys}
         self.progress('pretraining', 100 * self.loop.progress(), 100, **notes)
         late = time.monotonic() - self.saved > recipe.impl.save_every * 60
         if late or self.keep.is_best(heldout):
@@ -302,27 +296,16 @@ def _train(recipe, model, corpus, world, progress, say):
 
 # %% ../../nbs/library/run/run.ipynb #d173e82f
 def _finish(record, corpus, held):
-    "Write the Hugging Face folder and the summary of a finished pretraining."
+    "Write the Hugging Face folder of a finished pretraining, and what came out and what it took."
     folder, loop, rows = run_folder(record.recipe), record.loop, record.log.rows
     with whole(folder / 'model') as partial, quiet():
         loop.model.save_pretrained(partial)
         corpus.tokenizer.save_pretrained(partial)
-    summary = _summary(record, corpus, held) | dict(way=asdict(way_of(loop))) | totals(rows)
-    # `publish` compares
-    summary['model'] = fingerprint(folder / 'model/model.safetensors')
-    write_json(folder / 'pretrain.json', summary)
-    return summary
-
-# %% ../../nbs/library/run/run.ipynb #420a284e
-def _summary(record, corpus, held):
-    "What came out, and what it took."
-    loop, device = record.loop, record.loop.device
-    state, threads = loop.state, torch.get_num_threads()
-    last = [r['loss'] for r in record.log.rows[-50:]]
+    state, threads, last = loop.state, torch.get_num_threads(), [r['loss'] for r in rows[-50:]]
     name = f'{threads} CPU thread{"s" * (threads > 1)}'
-    if device.type == 'cuda':
-        name = torch.cuda.get_device_name(device)
-    return dict(
+    if loop.device.type == 'cuda':
+        name = torch.cuda.get_device_name(loop.device)
+    summary = dict(
         first_heldout=record.known['first_heldout'],
         loss=sum(last) / max(len(last), 1),
         heldout=heldout_loss(loop.model, held, loop.precision),
@@ -336,10 +319,15 @@ def _summary(record, corpus, held):
         tokens_per_second=state.tokens / max(state.elapsed, 1e-9),
         parameters=count_parameters(loop.model),
         flops=_flops(record.recipe, corpus) * state.tokens,
-        device=str(device),
+        device=str(loop.device),
         device_name=name,
         torch=torch.__version__,
+        way=asdict(way_of(loop)),
+        **totals(rows),
+        model=fingerprint(folder / 'model/model.safetensors'),  # `publish` compares
     )
+    write_json(folder / 'pretrain.json', summary)
+    return summary
 
 # %% ../../nbs/library/run/run.ipynb #81a31a19
 @dataclass(frozen=True)
@@ -374,20 +362,17 @@ def _best(folder):
             shutil.copy(source / name, partial / name)
     return folder / 'best'
 
-# %% ../../nbs/library/run/run.ipynb #dc13d3eb
-def _on_hub(value):
-    "What stands behind hf://: a name on the hub, or a folder. Raises CramError."
-    where = os.path.expanduser(value.removesuffix('-untrained').removeprefix('hf://'))
-    if where.startswith(('/', '.')) and not Path(where).is_dir():  # no name of the hub
-        raise CramError(f"eval.checkpoint={value}: there is no such folder.")
-    load_tokenizer(where)  # a name that cannot be had is reported now
-    return Path(where) if Path(where).is_dir() else where
-
 # %% ../../nbs/library/run/run.ipynb #d0b1cd4e
 def _named(value, base):
-    "A Hugging Face folder, or the finished model of a run: (where it lies, whose it is)."
+    "A place outside of the run: (where it lies, the run it belongs to). Raises CramError."
     name = value.removesuffix('-untrained')
-    path = Path(name).expanduser()
+    place = os.path.expanduser(name.removeprefix('hf://'))
+    path = Path(place)
+    if name.startswith('hf://'):
+        if place.startswith(('/', '.')) and not path.is_dir():  # no name of the hub
+            raise CramError(f"eval.checkpoint={value}: there is no such folder.")
+        load_tokenizer(place)  # a name that cannot be had is reported now
+        return path if path.is_dir() else place, None
     if (path / 'config.json').exists():
         return path, path.parent if (path.parent / 'recipe.json').exists() else None
     if path.name == name and (base / name).is_dir():
@@ -400,36 +385,23 @@ def _named(value, base):
 
 # %% ../../nbs/library/run/run.ipynb #bd7dcabd
 def resolve_checkpoint(
-    folder: Path,  # of the run that is named, whether it is there or not
+    where: str | Path,  # folder of a run, there or not; a Hugging Face folder; hf://NAME
     which: str = 'latest',  # latest, best, untrained, a run beside it, a folder, or hf://NAME
 ) -> Checkpoint:
     "Find out, once, which weights are meant. Raises CramError where there are none."
-    if which.startswith('hf://'):
-        where, run = _on_hub(which), None
-    elif which in ('latest', 'untrained'):
-        where, run = _model(folder), folder
+    hub = str(where).startswith('hf://')
+    folder = Path(where) if hub else folder_of(where, 'weights')
+    if hub or (folder / 'config.json').exists():
+        which = f'{where}{"-untrained" * which.endswith("untrained")}'
+    if which in ('latest', 'untrained'):
+        place, run = _model(folder), folder
     elif which == 'best':
-        where, run = _best(folder), folder
+        place, run = _best(folder), folder
     else:
-        where, run = _named(which, folder.parent)
+        place, run = _named(which, folder.parent)
     own = which == 'latest' and finished(folder)
     label = f'run {run.name}, {which}' if run and run.name != which else which
-    return Checkpoint(where, run, own, which.endswith('untrained'), label)
-
-# %% ../../nbs/library/run/run.ipynb #910f5ee5
-def find_checkpoint(
-    where: str | Path,  # folder of a run, a Hugging Face folder, or hf://NAME
-    which: str = 'latest',  # of a run: latest, best, or untrained
-) -> Checkpoint:
-    "The weights in a folder. Raises CramError where there are none."
-    hub = str(where).startswith('hf://')
-    path = Path(where) if hub else folder_of(where, 'weights')
-    if not isinstance(which, str):
-        raise CramError(f"which is a {type(which).__name__}: give latest, best, or untrained.")
-    if hub or (path / 'config.json').exists():
-        untrained = '-untrained' * which.endswith('untrained')
-        return resolve_checkpoint(path, f'{where}{untrained}')
-    return resolve_checkpoint(path, which)
+    return Checkpoint(place, run, own, which.endswith('untrained'), label)
 
 # %% ../../nbs/library/run/run.ipynb #f1ce4101
 def load(
@@ -437,7 +409,7 @@ def load(
     which: str = 'latest',  # of a run: latest, best, or untrained
 ) -> tuple:  # masked LM and tokenizer of transformers
     "Load what a run has trained. Raises CramError."
-    checkpoint = find_checkpoint(folder, which)
+    checkpoint = resolve_checkpoint(folder, which)
     tokenizer, kind = load_tokenizer(checkpoint.where), AutoModelForMaskedLM
     if checkpoint.untrained:
         with torch.random.fork_rng([]):  # asked twice, it answers the same
@@ -561,13 +533,6 @@ class Trainer:
         self.model.eval()
         return Trained(folder, recipe, summary)
 
-# %% ../../nbs/library/run/run.ipynb #d119269e
-def _page(figure):
-    "A picture as HTML that needs no file beside it."
-    out = io.BytesIO()
-    figure.savefig(out, format='png', dpi=90)
-    return f'<img src="data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}">'
-
 # %% ../../nbs/library/run/run.ipynb #29d54bc5
 @dataclass(repr=False)
 class Trained:
@@ -587,10 +552,12 @@ class Trained:
         loss = f"held-out loss {s['heldout']:.3f}, unigram entropy {s['unigram']:.3f}"
         return f"{self.folder}: {s['updates']:,} updates, {s['tokens']:,} tokens, {loss}"
 
-    def _repr_html_(self):
+    def _repr_png_(self):
         from cramnb.run.report import plot_run  # brings matplotlib
 
-        return _page(plot_run(self.rows, self.summary)) + f'<p>{html.escape(repr(self))}</p>'
+        out = io.BytesIO()
+        plot_run(self.rows, self.summary).savefig(out, format='png', dpi=90)
+        return out.getvalue()
 
 # %% ../../nbs/library/run/run.ipynb #738896d8
 def dry_run(
@@ -651,13 +618,17 @@ def protocol_key(
     return fingerprint(asdict(replace(ev, **same)), weights, untrained, str(precision), form)
 
 # %% ../../nbs/library/run/run.ipynb #10db0d1f
+def _summary_of(checkpoint):
+    "What the run of these weights wrote at its end; empty where there is none."
+    path = (checkpoint.run or Path()) / 'pretrain.json'
+    return read_json(path, Summary) if checkpoint.run and path.exists() else {}
+
+
 def _check_text(checkpoint, corpus, ev):
     "Is the held-out text that of the weights? Tasks made of other text may have been seen."
     if checkpoint.run is None or checkpoint.untrained or not wants_local(ev):
         return
-    summary = checkpoint.run / 'pretrain.json'
-    trained_on = read_json(summary, Summary)['corpus'] if summary.exists() else None
-    if trained_on not in (None, corpus.fingerprint):
+    if _summary_of(checkpoint).get('corpus', corpus.fingerprint) != corpus.fingerprint:
         raise CramError(
             f"{corpus.folder} is not the corpus that {checkpoint.run} was trained on: tasks "
             "made of its held-out text may have been seen in training. Bring the text back as it "
@@ -667,9 +638,8 @@ def _check_text(checkpoint, corpus, ev):
 # %% ../../nbs/library/run/run.ipynb #1535915d
 def _way(impl, checkpoint, device):
     "The run's choice where the recipe says auto, if it was made on this kind of device."
-    summary = (checkpoint.run or Path()) / 'pretrain.json'
-    known = read_json(summary, Summary)['way'] if checkpoint.run and summary.exists() else None
-    way = Way(**known) if known and known['device'] == device.type else None
+    known = _summary_of(checkpoint).get('way', {})
+    way = Way(**known) if known.get('device') == device.type else None
     precision, attention = pick_precision(impl, device), impl.attn_implementation
     if way and impl.precision == 'auto':
         precision = way.dtype
@@ -705,15 +675,8 @@ class Scores(Mapping):
     def __repr__(self):
         return score_table(self.trials, self.protocol)
 
-    def _repr_html_(self):
-        cells = [line.strip('|').split('|') for line in repr(self).splitlines()]
-        rows = [[html.escape(c.strip()) for c in row] for row in cells if len(row) > 1]
-        head, _, *body = rows
-        lines = [''.join(f'<th>{c}</th>' for c in head)]
-        lines += [''.join(f'<td>{c}</td>' for c in row) for row in body]
-        rest = [html.escape(row[0]) for row in cells if len(row) == 1]
-        table = ''.join(f'<tr>{line}</tr>' for line in lines)
-        return f"<table>{table}</table><p>{'<br>'.join(filter(None, rest))}</p>"
+    def _repr_markdown_(self):
+        return repr(self)
 
 # %% ../../nbs/library/run/run.ipynb #78b03e21
 def _protocol(tasks):
@@ -722,18 +685,6 @@ def _protocol(tasks):
         task_names(tasks)
         return replace(preset('eval', 'local'), tasks=tasks)
     return _part('eval', tasks)
-
-# %% ../../nbs/library/run/run.ipynb #c70085bb
-def _keep(model, corpus, folder):
-    "A model that lies in no folder yet, as a checkpoint in one."
-    if corpus is None:
-        raise CramError("A model alone has no tokenizer: give corpus=, or the folder of its run.")
-    if not hasattr(model, 'save_pretrained'):
-        raise CramError(f"model is a {type(model).__name__}: give a model of transformers.")
-    with quiet():
-        model.save_pretrained(folder)
-        corpus.tokenizer.save_pretrained(folder)
-    return Checkpoint(Path(folder), None, label=type(model).__name__)
 
 # %% ../../nbs/library/run/run.ipynb #7db836ff
 def evaluate(
@@ -756,43 +707,39 @@ def evaluate(
         folder = folder_of(folder)
     progress = Bars() if progress is None else progress
     if isinstance(model, nn.Module):
-        with tempfile.TemporaryDirectory() as place:
-            kept = _keep(model, corpus, Path(place) / 'model')
-            scores = _evaluate(kept, ev, corpus, seed, impl, folder or place, dry, progress)
-            return scores if folder else Scores(scores.trials, ev)
+        if corpus is None:
+            raise CramError("A model alone has no tokenizer: give corpus=, or its run's folder.")
+        with tempfile.TemporaryDirectory() as place, quiet():
+            model.save_pretrained(f'{place}/model')
+            corpus.tokenizer.save_pretrained(f'{place}/model')
+            kept = Checkpoint(Path(place, 'model'), None, label=type(model).__name__)
+            how = dict(corpus=corpus, seed=seed, impl=impl, dry=dry, progress=progress)
+            scores = evaluate(kept, ev, folder=folder or place, **how)
+        return scores if folder else Scores(scores.trials, ev)
+    checkpoint = model
     if not isinstance(model, Checkpoint):
-        model = find_checkpoint(model, ev.checkpoint)
-    if corpus is None and model.run and wants_local(ev):
-        corpus = open_corpus(read_recipe(model.run), progress)
-    folder = folder or model.run or Path('runs/eval')
-    return _evaluate(model, ev, corpus, seed, impl, folder, dry, progress)
-
-# %% ../../nbs/library/run/run.ipynb #0ne8y0ne
-def _one_by_one(where):
-    "Of the processes of torchrun one answers the questions, and the others find the answers."
-    if 'WORLD_SIZE' not in os.environ:
-        return nullcontext()
-    where.mkdir(parents=True, exist_ok=True)
-    return FileLock(where / '.lock')
-
-# %% ../../nbs/library/run/run.ipynb #74846994
-def _evaluate(checkpoint, ev, corpus, seed, impl, folder, dry, progress):
-    "Run the trials of a checkpoint that are missing, and keep scores, answers and picture."
-    exams, device, folder = load_exams(ev, corpus, seed), pick_device(impl), Path(folder)
+        checkpoint = resolve_checkpoint(model, ev.checkpoint)
+    if corpus is None and checkpoint.run and wants_local(ev):
+        corpus = open_corpus(read_recipe(checkpoint.run), progress)
+    exams, device = load_exams(ev, corpus, seed), pick_device(impl)
     _check_text(checkpoint, corpus, ev)
     precision, attention = _way(impl, checkpoint, device)
-    how = precision if attention == 'sdpa' else f'{precision} {attention}'
-    weights = weights_key(checkpoint)
+    weights, how = weights_key(checkpoint), str(precision)
+    if attention != 'sdpa':
+        how = f'{precision} {attention}'
+    folder = Path(folder or checkpoint.run or 'runs/eval')
     where = folder / 'eval' / protocol_key(ev, weights, how, checkpoint.untrained)
     options = (seed, device, progress, precision, weights, attention)
-    with tempfile.TemporaryDirectory() as scratch, process_settings(impl, device):
+    with process_settings(impl, device):
         if dry:
             few = 2 * ev.batch_size
             ev = replace(ev, trials=1, epochs=1, max_train_examples=few)
-            trials = evaluate_checkpoint(checkpoint.where, exams, ev, Path(scratch), *options)
+            with tempfile.TemporaryDirectory() as scratch:
+                trials = evaluate_checkpoint(checkpoint.where, exams, ev, Path(scratch), *options)
             _end_stage(progress)
             return Scores(trials, ev)
-        with _one_by_one(where):
+        where.mkdir(parents=True, exist_ok=True)
+        with FileLock(where / '.lock'):  # a second process finds the answers of the first
             trials = evaluate_checkpoint(checkpoint.where, exams, ev, where, *options)
             _end_stage(progress)
             for place in (where, folder) if checkpoint.own else (where,):

@@ -18,6 +18,7 @@ import os
 import shutil
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,7 @@ from cramnb.core import (
     record,
 )
 from ..options import diff
-from ..recipe import Recipe, to_dict, check
+from ..recipe import Recipe, check
 
 # %% ../../nbs/library/run/runs.ipynb #1fa5e69a
 def read_log(
@@ -188,7 +189,7 @@ def make_folder(recipe: Recipe) -> Path:  # its folder, with recipe.json in it
     folder = check_folder(recipe)
     if recipe.fresh and folder.exists():
         _empty(folder)
-    write_json(folder / 'recipe.json', to_dict(recipe))
+    write_json(folder / 'recipe.json', asdict(recipe))
     return folder
 
 # %% ../../nbs/library/run/runs.ipynb #730fa9bd
