@@ -8,7 +8,7 @@
 - `cramnb.core`: Errors with the nearest name, files written whole or not at all
 - `cramnb.cram`: Raw text to score table: what `cramnb cram`, `pretrain`, `eval` and `data` do
 - `cramnb.judge.finetune`: From a checkpoint to one score: a fresh head, five epochs, one setting for all tasks
-- `cramnb.judge.probe`: Fill the blank, where the loss sits, where the heads look, and what training changes
+- `cramnb.judge.probe`: Any masked language model fills the blanks of a text
 - `cramnb.judge.score`: Several seeds, the median, the spread, and why published averages differ
 - `cramnb.judge.tasks`: GLUE's exams, a suite from held-out text, and tables of one's own: their rows, and how answers are counted
 - `cramnb.mini`: What a BERT is, what the rules of cramming are, and what three minutes of training make

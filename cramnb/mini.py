@@ -539,4 +539,6 @@ if __name__ == '__main__' and '__file__' in globals():  # as a program, not in a
         seconds = 0.0
     if not 0 < seconds < math.inf or len(sys.argv) > 3 or sys.argv[1:2] in (['-h'], ['--help']):
         sys.exit(usage)
-    main(*sys.argv[1:2], seconds=seconds)
+    folder = ''.join(sys.argv[1:2])
+    name = Path(folder).resolve().name  # each text has a run of its own
+    main(folder, seconds, f'mini-run-{name}' if folder else 'mini-run')

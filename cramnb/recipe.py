@@ -12,23 +12,21 @@ Docs: https://cramnb.github.io/cramnb/library/recipe.html.md"""
 # %% auto #0
 __all__ = ['GROUPS', 'RECIPES', 'ALIASES', 'VALUES', 'IGNORED', 'RETIRED', 'RULES', 'Recipe', 'translate', 'read_value',
            'parse_budget', 'show_budget', 'check', 'preset', 'leaves', 'with_environment', 'split_word', 'compose',
-           'tiny', 'crammed', 'to_dict', 'from_dict']
+           'tiny', 'crammed']
 
 # %% ../nbs/library/recipe.ipynb #16e830e9
-import json
 import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, field, replace
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import get_args, get_origin
 
-from .core import CramError, decode, nearest
-from .options import PRESETS, TASK_NAMES, Arch, Data, Eval, Impl, Train, Wandb
-from .options import check_arch, checked, flat, option, parse_memory
-from .options import schedule_name
+from .core import CramError, nearest
+from .options import PRESETS, READ_BY, TASK_NAMES, Arch, Data, Eval, Impl, Train, Wandb
+from .options import check_arch, checked, flat, option, parse_memory, schedule_name
 
 # %% ../nbs/library/recipe.ipynb #59d75385
 @checked
@@ -254,16 +252,6 @@ def show_budget(
             return f"{hours * size:.4g}{unit}"
     return f"{hours * 3600:.4g}s"
 
-# %% ../nbs/library/recipe.ipynb #d046447e
-_READ_BY = dict(  # option of data -> sources that read it, the first one to be recommended
-    hub_path='hub tokens',
-    hub_name='hub tokens',
-    hub_revision='hub tokens',
-    hub_split='hub tokens',
-    files='files mix',
-    mix='mix',
-)
-
 # %% ../nbs/library/recipe.ipynb #fc4e6eca
 def _names(recipe):
     "Text that names files and folders, schedules and tasks."
@@ -296,11 +284,11 @@ def _text(recipe):
     if arch.model_type == 'bert' and chunk:
         need = "needs arch.model_type=crammed_bert: transformers' BERT holds all logits"
         yield f"impl.loss_chunk_size={chunk} {need}."
-    for key, sources in _READ_BY.items():
-        value, readers = getattr(data, key), sources.split()
-        if data.source not in readers and value != getattr(Data(), key):
-            add = f"data{'' if readers[0] in PRESETS['data'] else '.source'}={readers[0]}"
-            yield f"data.{key}={value[:60]} is not read with data.source={data.source}: add {add}."
+    for source, names in READ_BY.items():
+        for name in [n for n in names if n not in READ_BY[data.source]]:
+            if (value := getattr(data, name)) != getattr(Data(), name):
+                vain = f"data.{name}={value[:60]} is not read with data.source={data.source}"
+                yield f"{vain}: add data{'' if source in PRESETS['data'] else '.source'}={source}."
 
 # %% ../nbs/library/recipe.ipynb #ee0ca0cb
 def _training(recipe):
@@ -454,17 +442,3 @@ def tiny(*overrides: str) -> Recipe:
 def crammed(*overrides: str) -> Recipe:
     "The 24-hour recipe of which the published checkpoint was made."
     return compose(list(overrides), 'crammed')
-
-# %% ../nbs/library/recipe.ipynb #93a97072
-def to_dict(
-    recipe: Recipe,  # any recipe
-) -> dict:  # nested plain values, ready for JSON
-    "The recipe as plain values."
-    return asdict(recipe)
-
-# %% ../nbs/library/recipe.ipynb #9a3e6455
-def from_dict(
-    values: dict,  # what `to_dict` gave
-) -> Recipe:
-    "Read a recipe back. Raises CramError for keys and values that this version does not know."
-    return check(decode(json.dumps(values), Recipe, 'the recipe'))

@@ -244,6 +244,8 @@ def test_a_new_file_has_every_name_and_is_never_written_over(mine, capsys):
         ("\0", "Python"),
         ("SPECIAL = 1\nimport nowhere_at_all", "line 2"),
         ("import os\nSPECIAL = os._exit(3)", "ends"),
+        ("import os\nSPECIAL = [os.write(n, b'[]\\n') for n in (1, 2, 3)]", "ends"),
+        ("-" * 100_000 + "1", "not Python"),
     ],
 )
 def test_what_is_no_program_is_a_mistake(text, why, mine, capsys):

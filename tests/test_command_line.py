@@ -1,12 +1,14 @@
 """What a user types, and what a user gets wrong."""
 
+from dataclasses import asdict
+
 import pytest
 from conftest import cramnb
 
 from cramnb.cli import VERBS, main, read_command
-from cramnb.core import CramError
+from cramnb.core import CramError, decode
 from cramnb.options import PRESETS, flat
-from cramnb.recipe import compose, from_dict, to_dict
+from cramnb.recipe import Recipe, compose
 
 
 def mistake(capsys, *words: str) -> str:
@@ -173,9 +175,9 @@ def test_a_recipe_survives_json():
     import json
 
     recipe = compose(["arch=modern", "train=bert-o4", "budget=90s"])
-    assert from_dict(json.loads(json.dumps(to_dict(recipe)))) == recipe
+    assert decode(json.dumps(asdict(recipe)), Recipe, "it") == recipe
     with pytest.raises(CramError, match="colour"):
-        from_dict({"colour": "blue"})
+        decode('{"colour": "blue"}', Recipe, "it")
 
 
 def test_every_preset_makes_a_recipe():

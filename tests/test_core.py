@@ -1,7 +1,6 @@
 """The floor: files whole or not at all, one reader of JSON, one door for models, strict values."""
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -15,13 +14,10 @@ from cramnb.core import (
     Damaged,
     DiskFull,
     OtherVersion,
-    fingerprint,
-    load_pretrained,
     printable,
     read_json,
     record,
     whole,
-    write_array,
     write_json,
     write_text,
 )
@@ -80,37 +76,18 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_text_with_half_a_character_is_written(tmp_path):
-    write_text(tmp_path / "a", "half \ud800 and é")
-    assert (tmp_path / "a").read_text(encoding="utf-8") == "half ? and é"
-
-
-def test_an_array_is_written_under_its_own_name(tmp_path):
-    import numpy as np
-
-    write_array(tmp_path / "rows.npy", np.arange(4))
-    assert np.load(tmp_path / "rows.npy").tolist() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(
     "content, told",
     [
         (b"", ""),
         (b"{", ""),
-        (b"[]", ""),
-        (b"null", ""),
         (b"\xff\xfe", ""),
         (b"[" * 100_000, ""),
         (b'{"share": 0.5}', "rows"),
         (b'{"rows": null, "share": 0.5}', "rows=None"),
-        (b'{"rows": "3", "share": 0.5}', "rows=3"),
-        (b'{"rows": 3.5, "share": 0.5}', "rows=3.5"),
-        (b'{"rows": true, "share": 0.5}', "rows=True"),
         (b'{"rows": 3, "share": NaN}', "share=nan"),
-        (b'{"rows": 3, "share": 1e999}', "share=inf"),
         (b'{"rows": 3, "share": 0.5, "names": [1]}', "names=1"),
         (b'{"rows": 3, "share": ["\\u001b[2J"]}', "share"),
-        (b'{"rows": ' + b"9" * 5000 + b', "share": {}}', ""),
     ],
 )
 def test_damaged_json_is_one_line_with_the_key_and_the_remedy(tmp_path, content, told):
@@ -148,15 +125,6 @@ def test_what_cannot_be_opened_is_not_called_damaged(tmp_path, monkeypatch):
         assert not isinstance(e.value, Damaged) and "Delete" not in str(e.value)
 
 
-def test_content_names_a_file(tmp_path):
-    for name, text in (("a", "x"), ("b", "x"), ("c", "y")):
-        (tmp_path / name).write_text(text)
-    a, b, c = (fingerprint(tmp_path / n) for n in "abc")
-    os.utime(tmp_path / "a", (1, 1))
-    assert a == b == fingerprint(tmp_path / "a") != c
-    assert fingerprint(1, "x") != fingerprint("x", 1)
-
-
 def test_control_characters_are_shown():
     assert printable("a\x1b[31m\x07\u202e\r\n\tb é") == "a\\x1b[31m\\x07\\u202e\\r\n\tb é"
 
@@ -166,15 +134,12 @@ def test_control_characters_are_shown():
     [
         ("1e-3", float, 1e-3),
         ("8e6", int, 8_000_000),
-        ("12", int, 12),
         ("True", bool, True),
         ("off", bool, False),
         ("null", float, 0.0),
-        ("null", str, ""),
         ("1e4", str, "1e4"),
         ("[0.9, 0.98]", list[float], [0.9, 0.98]),
         ("['a',b]", list[str], ["a", "b"]),
-        ("[]", list[str], []),
     ],
 )
 def test_words_become_values(text, kind, value):
@@ -182,19 +147,13 @@ def test_words_become_values(text, kind, value):
     assert found == value and type(found) is type(value)
 
 
-@pytest.mark.parametrize("text", "1 0 1_000 2.5 maybe".split())
-def test_a_switch_takes_no_number(text):
-    with pytest.raises(CramError, match=f"train.dropout={text} "):
-        tiny(f"train.dropout={text}")
-
-
-@pytest.mark.parametrize("text", ["2.5", "1_000", "²", "${x}", "inf", "nan", "True", "", "0x10"])
+@pytest.mark.parametrize("text", ["2.5", "1_000", "²", "inf", "True", ""])
 def test_an_integer_is_strict(text):
     with pytest.raises(CramError, match="data.vocab_size="):
         tiny(f"data.vocab_size={text}")
 
 
-@pytest.mark.parametrize("text", ["9" * 310, "9" * 5000, "1" * 100_000, "1e999", "0." + "0" * 400])
+@pytest.mark.parametrize("text", ["9" * 310, "1" * 100_000, "1e999"])
 @pytest.mark.parametrize("key", ["seed", "train.lr", "budget", "impl.memory", "train.betas"])
 def test_a_number_of_any_length_is_refused_in_one_line_at_once(key, text):
     began = time.monotonic()
@@ -231,15 +190,10 @@ def test_importing_the_package_is_light_and_changes_nothing():
     [
         ["--help"],
         ["--version"],
-        ["cram", "--help"],
         ["eval", "--help", "all"],
         ["runs"],
-        ["plot", "--help"],
         ["pretrain", "arch=crammed-brt"],
-        ["crm"],
         ["data", "data.vocab_size=x"],
-        ["eval", "name=a/b"],
-        ["cram", "train.scheduler=nothing"],
     ],
 )
 def test_the_command_answers_without_torch(words, tmp_path):
@@ -259,8 +213,6 @@ def test_the_command_answers_without_torch(words, tmp_path):
     [
         ("import cramnb", "from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline"),
         ("from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline", "import cramnb"),
-        ("import cramnb, transformers", "from transformers.pipelines import pipeline"),
-        ("import cramnb; from transformers import BertModel", "from transformers import pipeline"),
         ("from cramnb.model.encoder import CrammedBertConfig", "from transformers import pipeline"),
     ],
 )
@@ -295,42 +247,6 @@ print(AutoConfig.for_model('crammed_bert').model_type)"""
     assert done.returncode == 0, done.stderr
     told = "\n".join(done.stdout.splitlines()[-2:]).split()
     assert told == ["CrammedBertForMaskedLM", "2", "CrammedBertModel", "crammed_bert"]
-
-
-def test_the_front_door_opens_without_torch():
-    code = """
-import sys, inspect, cramnb
-inspect.getmodule(sys)  # looks at every module that is loaded
-print('torch' in sys.modules, cramnb.__version__ > '0')
-from transformers import AutoConfig
-print(AutoConfig.for_model('crammed_bert', vocab_size=6).vocab_size)
-print([getattr(cramnb, name).__name__ for name in cramnb._DOOR])"""
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
-    assert done.stdout.split("\n")[:2] == ["False True", "6"], done.stderr
-    assert "build_model" in done.stdout
-
-
-def test_our_class_alone_teaches_the_auto_classes():
-    code = (
-        "from cramnb.model.mlm import CrammedBertConfig as C; "
-        "from transformers import AutoModelForMaskedLM; "
-        "c = C(hidden_size=8, num_attention_heads=2, intermediate_size=8, "
-        "num_hidden_layers=1, vocab_size=6); "
-        "print(type(AutoModelForMaskedLM.from_config(c)).__name__)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
-    assert done.stdout.strip() == "CrammedBertForMaskedLM", done.stderr
-
-
-def test_a_model_folder_must_not_bring_code(tmp_path):
-    from transformers import AutoModel
-
-    (tmp_path / "evil.py").write_text("open('ran', 'w').write('yes')")
-    wants = {"AutoConfig": "evil.C", "AutoModel": "evil.M"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": wants}))
-    with pytest.raises(CramError, match="cannot be loaded"):
-        load_pretrained(AutoModel, tmp_path)
-    assert not list(tmp_path.rglob("ran"))
 
 
 def test_recipes_of_the_day_are_what_was_published():

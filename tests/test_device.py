@@ -8,20 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cramnb.train.checkpoint import save_checkpoint
 from cramnb.core import CramError, LostRank, Stopped, write_json
 from cramnb.train.distributed import World
 from cramnb.options import Impl
-from cramnb.recipe import compose, preset, tiny
+from cramnb.recipe import compose, tiny
 from cramnb.run.runs import Summary
 from cramnb.run.plan import within_memory
 from cramnb.run.run import Trainer, _way, open_corpus
 from cramnb.train import tuning
 from cramnb.train.device import MaybeCompiled, compile_ahead, find_card, keep_memory
-from cramnb.train.device import pick_device, process_settings, recipe_here, recompute_layers
-from cramnb.train.loop import mlm_loss
-from cramnb.train.tuning import Way, as_before, choose, probe_microbatch, recovery, settle
-from cramnb.train.tuning import time_ways, trainer_options, way_of, worth_compiling
+from cramnb.train.device import process_settings, recipe_here
+from cramnb.train.tuning import Way, probe_microbatch, recovery, settle
+from cramnb.train.tuning import way_of
 from toy import batches, model, trainer, weights
 
 CPU = torch.device("cpu")
@@ -57,23 +55,9 @@ def forbidden(*_):
 def test_what_is_chosen_follows_from_the_facts_of_a_machine(name, precision, compiled, recipe):
     machine = find_card(name)
     assert (machine.precision, machine.compiles) == (precision, compiled)
-    assert not replace(machine, compiler=False).compiles
     assert recipe_here(machine, 24.0)[0] == recipe
     assert recipe_here(machine, 0.5)[0] == "tiny"
     assert recipe_here(replace(machine, memory=4e9), 24.0)[0] == "tiny"
-
-
-def test_words_that_are_named_win_over_the_machine():
-    r = compose(["impl=auto", "budget=24", "arch=hf-bert-tiny"])
-    assert r.arch.model_type == "bert"
-    assert torch.cuda.is_available() or r.train == preset("train", "tiny")
-
-
-def test_a_gpu_that_is_not_there_is_told(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pick_device(Impl()) == CPU
-    with pytest.raises(CramError, match="impl.device=cuda"):
-        pick_device(Impl(device="cuda"))
 
 
 # --- settings of the process
@@ -89,12 +73,6 @@ def test_glibc_keeps_memory_for_the_time_of_a_run_on_a_cpu(kind, calls, monkeypa
     assert told == [(-4, 0), (-1, -1), (-4, 65536), (-3, 2**25), (-1, 2**26)][:calls]
 
 
-def test_another_c_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
-    with keep_memory(CPU):
-        pass
-
-
 def test_a_limit_is_set_on_a_card_and_taken_back(monkeypatch):
     shares, card = [], SimpleNamespace(total_memory=16e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -106,8 +84,7 @@ def test_a_limit_is_set_on_a_card_and_taken_back(monkeypatch):
     assert shares == [0.5, 1.0]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("workspace", [None, ":16:8"])
+@pytest.mark.parametrize("fails, workspace", [(False, None), (True, ":16:8")])
 def test_settings_of_the_process_are_put_back(workspace, fails, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     if workspace:
@@ -157,97 +134,7 @@ def test_a_memory_that_is_none_is_refused(text):
         compose([f"impl.memory={text}"])
 
 
-@pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("arch", ["tiny", "hf-bert-tiny"])
-def test_layers_that_compute_again_give_the_same_gradients(arch, dropout):
-    from cramnb.model.mlm import build_model
-
-    found = []
-    for again in (False, True):
-        torch.manual_seed(0)
-        m = build_model(replace(preset("arch", arch), num_hidden_layers=2), 100)
-        calls = []
-        layer = (m.model.layers if arch == "tiny" else m.bert.encoder.layer)[0]
-        block = layer.attention
-        block.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        if again:
-            recompute_layers(m)
-        m.train(dropout)
-        torch.manual_seed(1)
-        mlm_loss(m, batches(0, 4, 0)).backward()
-        found.append((torch.cat([p.grad.flatten() for p in m.parameters()]), len(calls)))
-    assert torch.equal(found[0][0], found[1][0]) and [n for _, n in found] == [1, 2]
-
-
 # --- the way to compute: tried, chosen, kept
-
-
-@pytest.mark.parametrize(
-    "figures, chosen",
-    [
-        (((105, 9.01), (160, 9.012)), 2),  # 16 bits in hardware
-        (((22, 9.01), (25, 9.01)), 0),  # imitated: four to five times slower
-        (((109, 9.01), (109.9, 9.01)), 0),  # less than a tenth: may be noise
-        (((150, 9.01), (150, 9.01)), 1),  # of equal ones, the earlier
-        (((130, 9.01), (170, 9.04)), 1),  # the fastest is lossy: the next one
-        (((130, 8.98), (170, 9.04)), 0),  # too low a loss is as wrong as too high a one
-        (((130, float("nan")), (170, float("inf"))), 0),
-        ((), 0),
-    ],
-)
-def test_the_fastest_sound_way_is_chosen_if_it_is_worth_it(figures, chosen):
-    assert choose([(100, 9.01), *figures]) == chosen
-
-
-def test_where_float32_itself_fails_it_stays():
-    assert choose([(100, float("nan")), (200, 9.01), (300, float("nan"))]) == 0
-
-
-def test_measuring_leaves_no_trace():
-    m, random = model(), torch.get_rng_state()
-    before = weights(m)
-    (speed, loss), (_, other) = time_ways([Way(), FAST], m, batches)
-    same = lambda loss, **_: loss
-    assert speed > 0 and abs(loss - other) < 0.1
-    worth_compiling(FAST, m, batches, 1200, print, same)
-    assert torch.equal(random, torch.get_rng_state()) and torch.equal(before, weights(m))
-    assert all(p.grad is None for p in m.parameters())
-    assert m.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize(
-    "fast, nats, left, taken",
-    [
-        (0.5, 9.0, 1200, True),
-        (0.5, 9.0, 1199, False),  # not even tried
-        (0.5, 9.03, 1200, False),  # another loss
-        (0.98, 9.0, 1200, False),  # 40 seconds are not paid back
-    ],
-)
-def test_a_compiler_is_taken_where_it_pays_back(fast, nats, left, taken, monkeypatch):
-    first = [40.0]
-
-    def one_pass(way, model, batches, rows, loss=None):
-        return (first.pop() if first else fast, nats) if loss else (1.0, 9.0)
-
-    monkeypatch.setattr(tuning, "_one_pass", one_pass)
-    how = (FAST, model(), batches, left, lambda text: None, lambda loss, **_: loss)
-    assert worth_compiling(*how) == taken
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "impl.deterministic=True",
-        "budget=119s",
-        "train.progress=updates train.max_updates=9",
-        "impl.precision=float32",
-        "dryrun=True",
-    ],
-)
-def test_a_run_that_is_short_exact_or_told_what_to_do_does_not_measure(words, monkeypatch):
-    monkeypatch.setattr(tuning, "fastest_way", forbidden)
-    assert settle(tiny("impl.device=cpu", *words.split()), model(), batches, World()) == (Way(), 0)
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -267,20 +154,6 @@ def test_layers_forget_where_the_recipe_says_so_or_no_pass_fits(monkeypatch):
         assert (way.recompute, way.microbatch_size, found) == (True, 16, [])
         assert way_of(trainer(options=dict())).recompute is False
         m(batches(0, 2, 0).input_ids).logits.mean().backward()
-
-
-def test_a_run_goes_on_as_before_unless_it_is_told_otherwise(tmp_path):
-    t = trainer()
-    kept = replace(FAST, compiled=True, recompute=True)
-    saved = save_checkpoint(tmp_path, t, extra=dict(way=asdict(kept)))
-    same = as_before(tiny("impl.device=cpu"), saved, World()).impl
-    assert (same.compile_torch, same.recompute, same.precision) == ("true", "true", "bfloat16")
-    said = tiny("impl.device=cpu", "impl.recompute=false", "impl.microbatch_size=4")
-    same = as_before(said, saved, World()).impl
-    assert (same.recompute, same.microbatch_size) == ("false", "4")
-    t.state.update = 1
-    other = save_checkpoint(tmp_path, t, extra=dict(way=asdict(replace(kept, device="cuda"))))
-    assert as_before(said, other, World()) == as_before(said, None, World()) == said
 
 
 def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts, monkeypatch):
@@ -325,20 +198,6 @@ def test_fine_tuning_computes_as_the_run(words, known, want, tmp_path):
     impl = tiny(*(f"impl.{w}" for w in words)).impl
     assert _way(impl, SimpleNamespace(run=tmp_path), CPU) == want
     assert _way(impl, SimpleNamespace(run=None), CPU) == (torch.float32, "sdpa")
-
-
-def test_a_compiled_way_compiles_and_what_has_become_of_it_is_kept():
-    options = trainer_options(replace(FAST, compiled=True), print)
-    loss = options.pop("loss")
-    assert isinstance(loss, MaybeCompiled) and trainer_options(FAST, print)["loss"] is mlm_loss
-    loss.compiled = False  # given up
-    assert not way_of(trainer(options=dict(loss=loss))).compiled
-
-
-@pytest.mark.parametrize("word, want", [("True", "true"), ("off", "false"), ("auto", "auto")])
-def test_switches_are_read_as_the_original_wrote_them(word, want):
-    assert tiny(f"impl.compile_torch={word}").impl.compile_torch == want
-    assert tiny(f"arch.gradient_checkpointing={word}").impl.recompute == want
 
 
 # --- torch.compile
@@ -390,15 +249,6 @@ def test_compiling_counts_or_not_as_the_recipe_says(counts, updates):
     assert not torch.equal(before, weights(t))
 
 
-def test_compiling_ahead_leaves_no_trace():
-    plain = trainer(max_updates=4, dropout=True)
-    ahead = compiled_trainer(eager, max_updates=4, dropout=True, count_compile=False)
-    for t in (plain, ahead):
-        torch.manual_seed(5)
-        run(t)
-    assert torch.equal(weights(plain), weights(ahead)) and plain.state == ahead.state
-
-
 def broken_at(place):
     "A compiler that fails when it is called, at the first forward, or at the first backward."
 
@@ -421,8 +271,7 @@ def broken_at(place):
     return compiler
 
 
-@pytest.mark.parametrize("place", ["call", "forward", "backward"])
-@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("place, counts", [("call", True), ("forward", False), ("backward", True)])
 def test_a_failing_compiler_is_told_in_one_line_and_done_without(place, counts):
     told, plain = [], trainer(max_updates=3, count_compile=counts)
     t = compiled_trainer(broken_at(place), told.append, max_updates=3, count_compile=counts)
@@ -475,23 +324,6 @@ def small_card(holds, tried):
         return batches(start, n, number)
 
     return source
-
-
-def test_passes_that_do_not_fit_are_halved_and_it_is_said():
-    told, tried = [], []
-    t = trainer(
-        microbatch_size=16,
-        max_updates=2,
-        source=small_card(5, tried),
-        options=dict(recover=recovery(told.append)),
-    )
-    run(t)
-    assert (
-        tried == [16, 8, 4, 4, 4, 4, 4, 4, 4, 4]
-        and t.state.sequences == 32
-        and t.state.microbatch == 8
-    )
-    assert len(told) == 2 and "impl.microbatch_size=4" in told[1]
 
 
 @pytest.mark.parametrize("halve", [True, False])

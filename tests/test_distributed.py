@@ -13,18 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import cramnb, server
-from toy import ARCH
+from toy import ARCH, SMALL
 
 from cramnb.train.checkpoint import checkpoints, load_checkpoint, restore, save_checkpoint
-from cramnb.core import CramError, LostRank
+from cramnb.core import LostRank
 from cramnb.train.distributed import World, noticing, parallelise
 from cramnb.train.distributed import (
     agreed_checkpoint,
-    dist_env,
     first_then_rest,
     join_world,
-    launcher,
-    pick_backend,
     share,
 )
 from cramnb.text.masking import mask_tokens, microbatch_generator
@@ -197,41 +194,6 @@ def test_two_processes_equal_one_with_twice_the_microbatch(changes, tmp_path):
     assert sum(a["reads"]) + sum(b["reads"]) == t.state.sequences
 
 
-def _shares(world):
-    t, seen = make(world), []
-    own = t.ddp.module.loss
-
-    def look(model, batch):
-        seen.append(torch.where(batch.labels == -100, batch.input_ids, batch.labels))
-        return own(model, batch)
-
-    t.ddp.module.loss = look
-    for row in t.updates():
-        if row["update"] == 3:
-            break
-    return dict(rows=seen)
-
-
-def test_each_process_has_its_own_rows_and_together_they_are_all(tmp_path):
-    a, b = (r["rows"] for r in together(_shares, tmp_path))
-    start = 0
-    for number, (x, y) in enumerate(zip(a, b)):
-        batch = batches(start, len(x) + len(y), number, 0.0)
-        assert len(x) == len(y) and torch.equal(
-            torch.cat([x, y]), torch.where(batch.labels == -100, batch.input_ids, batch.labels)
-        )
-        start += len(x) + len(y)
-
-
-def test_a_batch_that_does_not_split_is_refused_with_a_number_that_does(tmp_path):
-    for r in together(_train, tmp_path, dict(batch_size=45)):
-        assert (
-            r["error"] == "CramError"
-            and "train.batch_size=45" in r["text"]
-            and "such as 44" in r["text"]
-        )
-
-
 # --- one decision for all
 
 
@@ -381,79 +343,6 @@ def test_a_lost_process_is_told_by_torchs_own_errors_and_by_nothing_else():
         assert e.value is error
 
 
-@pytest.mark.parametrize(
-    "variables, told",
-    [
-        (dict(WORLD_SIZE="2"), "RANK.*torchrun"),
-        (dict(WORLD_SIZE="x"), "RANK"),
-        (
-            dict(WORLD_SIZE="2", RANK="x", LOCAL_RANK="0", MASTER_ADDR="h", MASTER_PORT="1"),
-            "RANK=x is no number",
-        ),
-        (
-            dict(WORLD_SIZE="2", RANK="-1", LOCAL_RANK="0", MASTER_ADDR="h", MASTER_PORT="1"),
-            "RANK=-1",
-        ),
-    ],
-)
-def test_an_environment_that_cannot_be_is_one_line(variables, told, monkeypatch, tmp_path, capsys):
-    from cramnb.cli import main
-
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(CramError, match=told):
-        dist_env()
-    monkeypatch.chdir(tmp_path)
-    assert (
-        main(["pretrain"]) == 2
-        and "Traceback" not in capsys.readouterr().err
-        and not list(tmp_path.iterdir())
-    )
-
-
-def test_nccl_without_a_card_is_refused_for_one_process_too():
-    with (
-        pytest.raises(CramError, match="needs a GPU"),
-        join_world(Impl(dist_backend="nccl", device="cpu")),
-    ):
-        pass
-
-
-def test_mistakes_are_told_before_anything_begins():
-    with pytest.raises(CramError, match="--nproc_per_node=1"):
-        pick_backend(Impl(), cards=1, local_size=2)
-    with pytest.raises(CramError, match="needs a GPU"):
-        pick_backend(Impl(dist_backend="nccl"), cards=0, local_size=2)
-    assert [
-        pick_backend(Impl(), 2, 2),
-        pick_backend(Impl(), 0, 2),
-        pick_backend(Impl(dist_backend="gloo"), 1, 2),
-        pick_backend(Impl(device="cpu"), 1, 2),
-    ] == ["nccl", "gloo", "gloo", "gloo"]
-
-
-def test_without_torchrun_nothing_is_set_up():
-    with join_world(Impl()) as world:
-        assert (
-            world.size == 1
-            and world.is_first
-            and type(make(world)) is Loop
-            and world.any(True)
-            and share(world, "x") == "x"
-        )
-    assert launcher() == "cramnb" and not torch.distributed.is_initialized()
-    assert issubclass(LostRank, RuntimeError)
-
-
 # --- the command
 
 
@@ -461,23 +350,9 @@ def torchrun(*words: str, cwd: Path) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k != "CRAMNB_DATA"} | dict(
         OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"
     )
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node=2",
-            "--standalone",
-            "-m",
-            "cramnb",
-            *words,
-        ],
-        cwd=cwd,
-        env=env,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    run = "-m torch.distributed.run --nproc_per_node=2 --standalone -m cramnb".split()
+    options = dict(cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, *run, *words], **options)
 
 
 def children(pid: int) -> list[int]:
@@ -486,22 +361,8 @@ def children(pid: int) -> list[int]:
 
 
 def small(texts: Path) -> list[str]:
-    return [
-        "data=files",
-        f"data.files={texts}",
-        "data.vocab_size=500",
-        "data.seq_length=32",
-        "data.heldout=0.3",
-        "train.eval_rows=64",
-        "arch=hf-bert-tiny",
-        "arch.hidden_size=32",
-        "arch.intermediate_size=64",
-        "impl.dist_backend=gloo",
-        "impl.device=cpu",
-        "train.progress=updates",
-        "train.batch_size=16",
-        "impl.microbatch_size=4",
-    ]
+    words = "arch=hf-bert-tiny impl.dist_backend=gloo impl.device=cpu impl.microbatch_size=4"
+    return ["data=files", f"data.files={texts}", *words.split(), *SMALL]
 
 
 def wait_for(condition, seconds=300):

@@ -1,12 +1,13 @@
 """The front door, held by a user who is not kind."""
 
+import os
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
-from cramnb import Corpus, Trainer, build_model, evaluate
+from cramnb import Corpus, Trainer, build_model, evaluate, load
 from cramnb.core import CramError
 from cramnb.recipe import preset
 from cramnb.text.sources import docstrings
@@ -40,8 +41,10 @@ def fit(corpus, folder, arch=ARCH):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     "A corpus of texts, and a run on it."
-    home = tmp_path_factory.mktemp("doors")
-    corpus = Corpus.from_texts(TEXTS, home / "corpora", **OPTIONS)
+    home, here = tmp_path_factory.mktemp("doors"), os.getcwd()
+    os.chdir(home)
+    corpus = Corpus.from_texts(TEXTS, "corpora", **OPTIONS)
+    os.chdir(here)  # a program may go elsewhere
     return corpus, fit(corpus, home / "runs" / "a")
 
 
@@ -50,13 +53,32 @@ def test_a_run_on_texts_finds_its_corpus_again(made):
     assert list(scores) == ["order"]
 
 
-def test_texts_are_one_corpus_however_often_they_are_given(made, tmp_path):
+def test_texts_are_one_corpus_however_often_they_are_given(made, monkeypatch):
     corpus, done = made
-    shutil.copytree(corpus.folder.parent, tmp_path / "copy")
-    shutil.rmtree(corpus.folder)
-    again = Corpus.from_texts(iter(TEXTS), corpus.folder.parent, **OPTIONS)
-    assert again.folder == corpus.folder and again.card["data"] == corpus.card["data"]
+    monkeypatch.chdir(corpus.place.parents[1])
+    shutil.rmtree(corpus.place)
+    again = Corpus.from_texts(iter(TEXTS), "corpora", **OPTIONS)
+    assert again.place == corpus.place and again.card["data"] == corpus.card["data"]
     assert fit(again, done.folder).summary == done.summary
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_asks_nothing_of_the_gradients_outside(mode, made, tmp_path):
+    model = build_model(ARCH, made[0])
+    trainer = Trainer(model, made[0], TRAIN, folder=tmp_path / "a", impl=IMPL, progress=silent)
+    before = model.get_input_embeddings().weight.clone()
+    with mode():
+        trainer.fit()
+    assert not torch.equal(before, model.get_input_embeddings().weight)
+    with torch.inference_mode(), pytest.raises(CramError, match="inference_mode"):
+        fit(made[0], tmp_path / "b")
+
+
+def test_a_budget_of_less_than_one_update_is_said(made, tmp_path):
+    told, long = [], replace(TRAIN, progress="time", batch_size=512)
+    how = dict(budget="0.001s", folder=tmp_path / "a", impl=IMPL, progress=silent)
+    Trainer(build_model(ARCH, made[0]), made[0], long, say=told.append, **how).fit()
+    assert any("whole budget" in line for line in told)
 
 
 def test_a_finished_run_is_not_handed_out_for_other_text(tmp_path):
@@ -70,8 +92,31 @@ def test_a_finished_run_is_not_handed_out_for_other_text(tmp_path):
         fit(corpus, tmp_path / "a")
 
 
-@pytest.mark.parametrize("texts", [None, 5, "one text", b"bytes"])
-def test_what_is_no_list_of_texts_is_one_line_and_leaves_nothing(texts, tmp_path):
-    with pytest.raises(CramError, match="give a list of texts"):
-        Corpus.from_texts(texts, tmp_path / "c")
-    assert not list(tmp_path.iterdir())
+MISTAKES = {
+    "no texts": lambda: Corpus.from_texts(None, "c"),
+    "a number": lambda: Corpus.from_texts(5, "c"),
+    "one text": lambda: Corpus.from_texts("one text", "c"),
+    "bytes": lambda: Corpus.from_texts(b"bytes", "c"),
+    "too short": lambda: Corpus.from_texts(["too short"], "c"),
+    "bytes for a folder": lambda: Corpus.from_texts(TEXTS, b"c"),
+    "no folder": lambda: Corpus.from_texts(TEXTS, None),
+    "a file for a folder": lambda: Corpus.from_texts(TEXTS, __file__),
+    "in a file": lambda: Corpus.from_files(__file__, f"{__file__}/c"),
+    "not the user's": lambda: Corpus.from_texts(TEXTS, "c", source="hub"),
+    "no paths": lambda: Corpus.from_files(None, "c"),
+    "no such file": lambda: Corpus.from_files("nowhere.txt", "c"),
+    "no data": lambda: Corpus.build(None, "c"),
+    "no corpus": lambda: Corpus.load("nowhere"),
+    "load nothing": lambda: Corpus.load(None),
+    "no words": lambda: build_model(ARCH, 0),
+    "no attention": lambda: build_model(ARCH, 99, "fast"),
+    "which": lambda: load("nowhere", None),
+}
+
+
+@pytest.mark.parametrize("call", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CramError) as error:
+        call()
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())

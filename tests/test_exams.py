@@ -1,7 +1,6 @@
 """Rows of an exam from every place they come from, and the reader's own tables."""
 
 # ruff: noqa: F811
-import csv
 import gzip
 import json
 from dataclasses import replace
@@ -16,13 +15,13 @@ from cramnb.cli import main
 from cramnb.core import CramError
 from cramnb.judge.finetune import run_trial
 from cramnb.judge.score import evaluate_checkpoint
-from cramnb.judge.tasks import GLUE, TASKS, check_rows, load_folder, load_hub, load_tasks, own_task
+from cramnb.judge.tasks import GLUE, TASKS, load_folder, load_hub, load_tasks, own_task, remark_on
 
 
 @pytest.mark.parametrize("name", SIX)
 def test_real_tasks_load_and_partial_ones_are_said(name):
     splits = load_folder(name, beside("data") / "glue")
-    remark = check_rows(TASKS[name], splits)
+    remark = remark_on(TASKS[name], splits)
     if name == "mnli":
         assert "27,438 of 392,702 training rows" in remark and len(splits["dev_mismatched"]) == 9832
     else:
@@ -64,20 +63,19 @@ def test_all_nine_load_from_glues_own_files(name, tmp_path):
     assert isinstance(got[0]["label"], float if name == "stsb" else int)
 
 
-QQP = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
-QQP += "1\t1\t2\ta\tb\t1\n2\t3\n3\t4\t5\tc\td\t0\n"  # the second row is torn
+def write_splits(folder, ending, content, splits="train dev"):
+    "The same bytes for each split."
+    folder.mkdir()
+    for split in splits.split():
+        (folder / f"{split}.{ending}").write_bytes(content)
 
 
 def test_torn_lines_are_left_out_but_in_a_test_whose_rows_a_server_counts(tmp_path):
-    (tmp_path / "QQP").mkdir()
-    for split in ("train", "dev"):
-        (tmp_path / f"QQP/{split}.tsv").write_text(QQP)
-    lines = "id\tquestion1\tquestion2\n0\ta\tb\n1\tc\t\n2\td\n"
-    (tmp_path / "QQP/test.tsv").write_text(lines)
+    head, whole, torn = "id\tquestion1\tquestion2\tis_duplicate\n", "1\ta\tb\t1\n", "2\tc\n"
+    write_splits(tmp_path / "QQP", "tsv", (head + whole + torn).encode(), "train dev test")
     got = load_folder("qqp", tmp_path)
-    assert [r["label"] for r in got["train"]] == [1, 0]
-    pairs = [(r["question1"], r["question2"]) for r in got["test"]]
-    assert pairs == [("a", "b"), ("c", ""), ("d", "")]
+    assert [r["label"] for r in got["train"]] == [1]
+    assert [(r["question1"], r["question2"]) for r in got["test"]] == [("a", "b"), ("c", "")]
 
 
 @pytest.mark.parametrize(
@@ -96,38 +94,28 @@ def test_a_copy_of_the_hub_and_other_tables(name, layout, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         label = dict(label=-1) if split.startswith("test") else {}
         rows = datasets.Dataset.from_list([r | label for r in rows_of(name, 5)])
-        if path.suffix == ".json":
-            path.write_text(json.dumps(rows.to_list(), indent=1))
-        else:
-            getattr(rows, "to_" + path.suffix[1:])(path)
+        getattr(rows, "to_" + path.suffix[1:])(path)
     got = load_folder(name, tmp_path)
-    keep = lambda rows: [{k: r[k] for k in (*TASKS[name].fields, "label")} for r in rows]
-    assert keep(got["train"]) == keep(got["dev"]) == keep(rows_of(name, 5))
+    want = [{k: r[k] for k in (*TASKS[name].fields, "label")} for r in rows_of(name, 5)]
+    assert got["train"] == got["dev"] == want
     assert len(got["test"]) == 5 and ("test_mismatched" in got) == (name == "mnli")
-    check_rows(TASKS[name], got)
 
 
 def test_two_parts_of_a_split_are_one(tmp_path):
     (tmp_path / "rte").mkdir()
-    names = ("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001")
-    for n, name in enumerate(names):
+    for n, name in enumerate(("train-00000-of-00002", "train-00001-of-00002", "validation")):
         rows = datasets.Dataset.from_list(rows_of("rte", 3, n))
-        rows.to_parquet(tmp_path / f"rte/{name}.parquet")
-    assert load_folder("rte", tmp_path)["train"] == rows_of("rte", 3) + rows_of("rte", 3, 1)
+        rows.to_parquet(tmp_path / f"rte/{name}{'-00000-of-00001' * (n == 2)}.parquet")
+    got = [r["sentence1"] for r in load_folder("rte", tmp_path)["train"]]
+    assert got == [r["sentence1"] for r in rows_of("rte", 3) + rows_of("rte", 3, 1)]
 
 
 def test_superglue_has_other_names_and_labels(tmp_path):
-    rows = dict(
-        RTE=dict(premise="p", hypothesis="h", label="not_entailment"),
-        BoolQ=dict(question="q", passage="p", label=True),
-    )
-    for folder, row in rows.items():
-        (tmp_path / folder).mkdir()
-        for split in ("train", "val"):
-            line = "\ufeff" + json.dumps(row) + "\r\n"
-            (tmp_path / folder / f"{split}.jsonl").write_text(line, encoding="utf-8", newline="")
-    got = load_folder("rte", tmp_path)["dev"][0]
-    assert [got[k] for k in ("sentence1", "sentence2", "label")] == ["p", "h", 1]
+    rte = dict(premise="p", hypothesis="h", label="not_entailment")
+    for folder, row in dict(RTE=rte, BoolQ=dict(question="q", passage="p", label=True)).items():
+        line = "\ufeff" + json.dumps(row) + "\r\n"
+        write_splits(tmp_path / folder, "jsonl", line.encode(), "train val")
+    assert load_folder("rte", tmp_path)["dev"] == [dict(sentence1="p", sentence2="h", label=1)]
     assert load_folder("boolq", tmp_path)["dev"][0]["label"] == 1
 
 
@@ -148,11 +136,9 @@ LABEL = b'{"sentence": "a", "label": 1'
     ],
 )
 def test_damaged_files_cost_one_line(ending, content, tmp_path):
-    (tmp_path / "cola").mkdir()
-    for split in ("train", "dev"):
-        (tmp_path / f"cola/{split}.{ending}").write_bytes(content)
+    write_splits(tmp_path / "cola", ending, content)
     with pytest.raises(CramError) as error:
-        check_rows(TASKS["cola"], load_folder("cola", tmp_path))
+        load_folder("cola", tmp_path)
     told = str(error.value)
     assert len(told.splitlines()) == 1 and len(told) < 500 and "\x1b" not in told
 
@@ -256,8 +242,7 @@ def test_tables_that_cannot_be_right_cost_one_line(name, content, metric, tmp_pa
     assert len(str(told.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("verb", ["cram", "eval"])
-@pytest.mark.parametrize("source", ["glue_dir", "files"])
+@pytest.mark.parametrize("verb, source", [("cram", "glue_dir"), ("eval", "files")])
 def test_a_text_that_no_tokenizer_reads_is_told_before_training(
     verb, source, checkpoint, tmp_path, monkeypatch, capsys
 ):
@@ -265,12 +250,11 @@ def test_a_text_that_no_tokenizer_reads_is_told_before_training(
     rows = [dict(sentence="good", label=i % 2) for i in range(30)] + [dict(sentence=HALF, label=1)]
     write(tmp_path / "cola", dict(train=rows, dev=rows[:9]))
     table(tmp_path / "own.jsonl", rows)
-    words = dict(glue_dir="eval=GLUE_sane eval.tasks=cola eval.glue_dir=.")
-    words = words.get(source, "eval.files=own.jsonl").split()
-    words += [f"eval.checkpoint={checkpoint}"] if verb == "eval" else ["budget=5s"]
-    assert main([verb, *words]) == 2
+    words = dict(glue_dir="eval=GLUE_sane eval.tasks=cola eval.glue_dir=. budget=5s")
+    words["files"] = f"eval.files=own.jsonl eval.checkpoint={checkpoint}"
+    assert main([verb, *words[source].split()]) == 2
     told = capsys.readouterr().err.strip()
-    assert "sentence" in told and len(told.splitlines()) == 1 and "\ud800" not in told
+    assert len(told.splitlines()) == 1 and "\ud800" not in told
     assert not (tmp_path / "runs").exists() and not (tmp_path / "data").exists()
 
 
@@ -286,8 +270,7 @@ def test_tags_of_words_are_learnt_and_some_words_are_not_asked(checkpoint, tmp_p
     ev = replace(EV, files=path, label_column="tags", metric="macro_f1", epochs=5)
     [(task, splits, remark)] = load_tasks(ev)
     assert task.per_token and task.labels == ("NAME", "O") and task.fields == ("tokens",)
-    found = [(task, splits, remark)]
-    trial = evaluate_checkpoint(checkpoint, found, ev, tmp_path / "out")[0]
+    trial = evaluate_checkpoint(checkpoint, [(task, splits, remark)], ev, tmp_path / "out")[0]
     assert trial.metrics["macro_f1"] > 0.95 and np.isfinite(trial.loss)
     answers = (tmp_path / "out/predictions/tags.dev.tsv").read_text().splitlines()[1:]
     asked = [sum(v != -100 for v in r["label"]) for r in splits["dev"]]
@@ -326,15 +309,5 @@ def test_the_command_scores_a_table_of_ones_own(checkpoint, tmp_path, monkeypatc
     assert main(["eval", *words.split(), "eval.save_models=True"]) == 0
     said = capsys.readouterr().out
     assert "| mail | accuracy |" in said and "held out for evaluation" in said
-    where = next((tmp_path / "runs/eval/eval").iterdir())
-    kept = {"mail.seed0.model", "mail.seed1.model"}
-    assert {"glue.md", "glue.json", "glue.png", "predictions"} | kept <= {
-        p.name for p in where.iterdir()
-    }
-
-
-def test_the_csv_limit_of_the_process_stays(tmp_path):
-    before = csv.field_size_limit()
-    lines = "".join(f"{'x' * 200_000},{i % 2}\n" for i in range(12))
-    own_task(table(tmp_path / "long.csv", "text,label\n" + lines))
-    assert csv.field_size_limit() == before
+    kept = {p.name for p in next((tmp_path / "runs/eval/eval").iterdir()).iterdir()}
+    assert kept >= {"glue.md", "glue.json", "glue.png", "predictions", "mail.seed1.model"}

@@ -86,7 +86,7 @@ def test_a_run_leaves_what_the_command_leaves(trained):
     kept = {p.name for p in done.folder.iterdir()}
     assert {"recipe.json", "metrics.jsonl", "pretrain.json", "model", "checkpoints"} <= kept
     assert done.summary["updates"] == len(done.rows) == 12
-    assert "<img" in done._repr_html_()
+    assert done._repr_png_().startswith(b"\x89PNG")
     model, tokenizer = load(done.folder)
     assert torch.equal(weights(model), weights(trainer.model))
     assert len(tokenizer) == model.config.vocab_size
@@ -136,7 +136,7 @@ def test_scores_are_numbers_by_task_and_are_found_again(trained, corpus):
     folder = trained[1].folder
     scores = evaluate(folder, EXAM, corpus=corpus, impl=IMPL, progress=silent)
     assert dict(scores) == {"order": scores["order"]} and scores.mean == scores["order"]
-    assert "<td>order</td>" in scores._repr_html_()
+    assert "| order |" in scores._repr_markdown_()
     asked = []
     again = evaluate(folder, EXAM, impl=IMPL, progress=lambda *a, **k: asked.append(a))
     assert dict(again) == dict(scores) and not asked  # its own corpus was found, too
@@ -165,8 +165,11 @@ def test_the_command_goes_on_with_a_run_of_the_library(trained, corpus, capsys):
         (dict(train="tinny"), "'tiny'"),
         (dict(budget="soon"), "3m"),
         (dict(budget=-1), "3m"),
-        (dict(folder=""), "runs/a"),
-        (dict(folder=7), "runs/a"),
+        (dict(folder=""), "folder"),
+        (dict(folder=7), "folder"),
+        (dict(folder=b"a"), "folder"),
+        (dict(folder=__file__), "folder"),
+        (dict(folder="/"), "runs/a"),
         (dict(seed="x"), "seed"),
         (dict(impl=dict(device="cpu")), "Impl options"),
     ],
@@ -185,7 +188,7 @@ def test_a_model_of_another_vocabulary_is_refused(corpus, tmp_path):
         Trainer(model, corpus, TRAIN, folder=tmp_path / "a")
 
 
-@pytest.mark.parametrize("where", ["runs/nowhere", "", None, 7])
+@pytest.mark.parametrize("where", ["runs/nowhere", "", None, 7, "~nosuch", "a" * 5000, __file__])
 def test_weights_that_are_not_there_are_one_line(where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for call in (load, evaluate):
@@ -194,11 +197,25 @@ def test_weights_that_are_not_there_are_one_line(where, tmp_path, monkeypatch):
         assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
-def test_wrong_tasks_are_one_line(trained, corpus):
-    for tasks in ("ordre", 7, []):
-        with pytest.raises(CramError) as error:
-            evaluate(trained[1].folder, tasks, corpus=corpus)
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(tasks="ordre"),
+        dict(tasks=7),
+        dict(tasks=[]),
+        dict(corpus=3),
+        dict(seed=-1),
+        dict(seed=None),
+        dict(folder=3),
+        dict(folder=__file__),
+        dict(model=torch.nn.Linear(2, 2)),
+    ],
+)
+def test_wrong_exams_are_one_line(wrong, trained, corpus):
+    given = dict(model=trained[1].folder, tasks=EXAM, corpus=corpus) | wrong
+    with pytest.raises(CramError) as error:
+        evaluate(**given)
+    assert "\n" not in str(error.value)
 
 
 SCRIPT = """

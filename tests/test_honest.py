@@ -15,8 +15,7 @@ from test_hub import VARIANTS, ours, run, theirs, write_original  # noqa: F401
 
 from cramnb.cli import main
 from cramnb.core import CramError
-from cramnb.judge.tasks import check_rows, load_folder
-from cramnb.judge.tasks import TASKS
+from cramnb.judge.tasks import load_folder
 from cramnb.run.hub import convert
 from cramnb.run.page import LiveServer
 from cramnb.recipe import tiny
@@ -117,8 +116,8 @@ HALF = "half \ud800 a pair"
 def test_texts_that_no_tokenizer_reads_are_found_before_training(text, tmp_path):
     rows = [dict(sentence="good", label=i % 2) for i in range(30)]
     write(tmp_path / "cola", dict(train=[*rows, dict(sentence=text, label=1)], dev=rows))
-    with pytest.raises(CramError, match="row 30"):
-        check_rows(TASKS["cola"], load_folder("cola", tmp_path))
+    with pytest.raises(CramError, match="row 30|line 31"):
+        load_folder("cola", tmp_path)
     if text == 7:
         return  # in a table of one's own a number is a text
     for texts, labels in ((text, "a"), (["good", text], ["x", "y"])):
@@ -127,7 +126,7 @@ def test_texts_that_no_tokenizer_reads_are_found_before_training(text, tmp_path)
         own = [dict(text=good, label=(labels, other)[i % 2]) for i in range(30)]
         own.append(dict(text=texts, label=labels))
         (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, own)))
-        with pytest.raises(CramError, match="column text"):
+        with pytest.raises(CramError, match="column text|line 31"):
             own_task(str(tmp_path / "own.jsonl"))
 
 
@@ -143,7 +142,7 @@ def test_a_similarity_below_zero_is_no_label(label, tmp_path):
     rows = [pair | dict(label=2.5), pair | dict(label=label)]
     write(tmp_path / "stsb", dict(train=rows, dev=rows[:1]))
     with pytest.raises(CramError, match="row 1"):
-        check_rows(TASKS["stsb"], load_folder("stsb", tmp_path))
+        load_folder("stsb", tmp_path)
 
 
 def test_weights_of_eight_bits_are_refused(tmp_path):

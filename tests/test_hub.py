@@ -21,7 +21,7 @@ from cramnb.core import CramError, fingerprint
 from cramnb.model.encoder import CrammedBertConfig
 from cramnb.model.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification
 from cramnb.model.original import from_original
-from cramnb.recipe import compose, preset, tiny, to_dict
+from cramnb.recipe import compose, preset, tiny
 from cramnb.run.hub import convert, publish, publish_corpus, to_bert
 from cramnb.text.store import Corpus
 from cramnb.text.tokenizer import train_tokenizer
@@ -232,7 +232,6 @@ def without(state, name):
     "wrap, change",
     [
         (lambda c: c, lambda s: {f"_orig_mod.module.{k}": v for k, v in s.items()}),
-        (lambda c: c, lambda s: {k.replace("encoder.", "encoder._orig_mod."): s[k] for k in s}),
         (lambda c: {"arch": c}, lambda s: without(s, "decoder.weight")),
         (types.MappingProxyType, lambda s: without(s, "encoder.embedding.word_embedding.weight")),
         (lambda c: c | V1 | dict(something_new=None), lambda s: s),  # crammed-bamboo is such a one
@@ -263,12 +262,6 @@ def test_a_classifier_saved_with_the_head_of_pretraining(name):
     same(from_original(config, head | theirs(model, config)), model)
 
 
-def test_half_precision_weights_are_taken():
-    config = VARIANTS["crammed-bert"]
-    state = {k: v.to(torch.bfloat16) for k, v in theirs(ours(config), config).items()}
-    assert from_original(config, state).dtype == torch.float32
-
-
 def a_line(call, *words, **options):
     "The one line of the error."
     with pytest.raises(CramError) as told:
@@ -294,15 +287,7 @@ def test_weights_that_do_not_fit_are_named(spoil, message):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        arch(nonlin="ReLU"),
-        arch(hidden_sise=3),
-        arch(True, recurrent_layers=2),
-        arch(num_transformer_layers="2"),
-        arch(attention="self-attention"),
-        without(ARCH, "hidden_size"),
-    ],
+    "config", [arch(nonlin="ReLU"), arch(True, recurrent_layers=2), without(ARCH, "hidden_size")]
 )
 def test_architectures_that_cannot_be_repeated_are_refused(config):
     a_line(from_original, config, theirs(ours(ARCH), ARCH))
@@ -387,7 +372,7 @@ def run(tmp_path):
         scores = [dict(name="rte", metric="accuracy", median=0.6)]
         scores += [dict(name="cola", metric="matthews", median=0.2)]
         files = {
-            "recipe.json": to_dict(recipe),
+            "recipe.json": asdict(recipe),
             "pretrain.json": SUMMARY | summary,
             "glue.json": SCORES | dict(protocol=asdict(recipe.eval), scores=scores),
         }
@@ -501,51 +486,3 @@ def test_a_corpus_goes_to_the_hub_and_comes_back(tmp_path, monkeypatch):
     back = Corpus.build(compose(words).data, tmp_path / "data")
     there = sorted(map(bytes, [*back.rows[:], *back.heldout[:]]))
     assert there == sorted(map(bytes, corpus.rows[:]))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "convert",
-        "convert nowhere out",
-        "convert . out",
-        "publish name=small format=onnx",
-        "publish name=small push=nobody",
-        "publish name=smal",
-    ],
-)
-def test_mistakes_cost_one_line(words, run, tmp_path, monkeypatch, capsys):
-    folder, _ = run()
-    monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
-    assert main(words.split()) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
-    assert not list(folder.glob("hub*")) and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("damage", ["changed", "lost", "nan", "tokenizer.json", "recipe.json"])
-def test_publish_writes_only_what_it_has_loaded(damage, run):
-    folder, _ = run()
-    weights, summary = folder / "model/model.safetensors", folder / "pretrain.json"
-    state, told = load_file(weights), json.loads(summary.read_text())
-    first = next(iter(state))
-    new = dict(changed={first: state[first] + 1}, nan={first: state[first] / 0 * 0})
-    if damage in (*new, "lost"):
-        left = without(state, first) if damage == "lost" else state | new[damage]
-        save_file(left, weights, metadata={"format": "pt"})
-        if damage != "changed":  # a run that went wrong has the right fingerprint
-            summary.write_text(json.dumps(told | dict(model=fingerprint(weights))))
-    else:
-        next(folder.rglob(damage)).write_text('{"train": null}')
-    a_line(publish, folder)
-    assert not list(folder.glob("hub*"))
-
-
-def test_errors_of_other_libraries_become_one_line(tmp_path, monkeypatch):
-    def fail(*words, **options):
-        raise OSError("")  # some say nothing at all
-
-    monkeypatch.setattr(publishing, "snapshot_download", fail)
-    assert "OSError" in a_line(publishing.fetch, "somebody/something")
-    monkeypatch.setattr(publishing, "load_file", fail)
-    assert "OSError" in a_line(publishing.read_weights, tmp_path)

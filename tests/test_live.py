@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from conftest import ROOT, cramnb
 
 from cramnb.run import page as live
 from cramnb.core import CramError, write_json
@@ -158,12 +156,6 @@ def test_ctrl_c_ends_the_page(folder, monkeypatch):
     assert any("Everyone who reaches this address" in line for line in said)
 
 
-def test_watching_needs_no_torch():
-    code = "import sys, cramnb.run.page; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.stdout.split() == ["False", "False"], run.stderr
-
-
 def dom(address, milliseconds):
     "The page as a headless browser has it after so much of its own time."
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--virtual-time-budget={milliseconds}"]
@@ -199,55 +191,6 @@ def test_in_a_browser_a_dead_run_with_a_hostile_name(folder):
         text = dom(server.address, 1000)
     assert 'class="died"' in text and "its process has ended" in text
     assert "<img" not in text and "<title>1</title>" not in text
-
-
-SMALL = (
-    "data.vocab_size=600 data.seq_length=32 data.heldout=0.3 arch.hidden_size=32 "
-    "arch.num_hidden_layers=1 arch.num_attention_heads=2 arch.intermediate_size=64 "
-    "train.eval_rows=32 train.progress=updates train.batch_size=16"
-).split()
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no chromium here")
-def test_a_real_run_in_a_browser_while_it_trains_when_it_is_killed_and_when_it_ends(
-    tmp_path, texts
-):
-    "Two processes of the command, as a person has them: one trains, one shows."
-    words = ["pretrain", "data=files", f"data.files={texts}", *SMALL]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = dict(cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE)
-    options |= dict(stderr=subprocess.DEVNULL)
-
-    def start(*more):
-        return subprocess.Popen([sys.executable, "-m", "cramnb", *more], **options)
-
-    first = cramnb(*words, "name=short", "train.max_updates=3", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    run = start(*words, "name=long", "train.max_updates=1000000")
-    log = tmp_path / "runs/long/metrics.jsonl"
-    pages = []
-    try:
-        while not (log.exists() and log.read_text().count("\n") > 5):
-            assert run.poll() is None
-            time.sleep(0.1)
-        pages = [start("watch", name, "port=0") for name in ("long", "short")]
-        addresses = [page.stdout.readline().split()[1] for page in pages]
-        text = dom(addresses[0], 5000)
-        assert 'class="running"' in text and len(points(text)) > 5
-        assert "tokens/s" in text and 'id="left">–' not in text
-        before = int(text.split('id="update">')[1].split("<")[0].replace(",", ""))
-        text = dom(addresses[0], 5000)
-        assert int(text.split('id="update">')[1].split("<")[0].replace(",", "")) > before
-        run.kill()
-        run.wait()
-        text = dom(addresses[0], 1000)
-        assert 'class="died"' in text and "its process has ended" in text
-        text = dom(addresses[1], 1000)
-        assert 'class="ended"' in text and ">finished<" in text
-    finally:
-        for process in (run, *pages):
-            process.kill()
-            process.wait()
 
 
 def test_a_run_that_is_deleted_meanwhile_is_told(folder, capfd):

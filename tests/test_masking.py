@@ -48,14 +48,10 @@ def test_masks_are_exact_uniform_and_repeatable():
     ids[:, -1] = 3
     m = masked(ids)
     asked = m.labels != -100
-    assert (
-        (asked.sum(1) == 32).all()
-        and ((m.input_ids == 4).sum(1) == 26).all()
-        and not asked[:, -1].any()
-    )
-    assert torch.equal(m.labels[asked], ids[asked]) and torch.equal(
-        m.input_ids[~asked], ids[~asked]
-    )
+    assert (asked.sum(1) == 32).all() and ((m.input_ids == 4).sum(1) == 26).all()
+    assert not asked[:, -1].any()
+    assert torch.equal(m.labels[asked], ids[asked])
+    assert torch.equal(m.input_ids[~asked], ids[~asked])
     kept = ((m.input_ids == ids) & asked).sum(1)
     assert (kept >= 3).all() and kept.float().mean() < 3.05
     assert (asked[:, :-1].float().mean(0) - 32 / 127).abs().max() < 0.03
@@ -71,11 +67,9 @@ def test_the_original_counts(p, hidden, random, kept):
     m = masked(ids, p=p)
     asked = m.labels != -100
     same = ((m.input_ids == ids) & asked).sum(1)
-    assert (
-        mask_count(p, 128) == hidden + random + kept
-        and (asked.sum(1) == hidden + random + kept).all()
-        and ((m.input_ids == 4).sum(1) == hidden).all()
-    )
+    assert mask_count(p, 128) == hidden + random + kept
+    assert (asked.sum(1) == hidden + random + kept).all()
+    assert ((m.input_ids == 4).sum(1) == hidden).all()
     assert (
         same >= kept
     ).all() and same.float().mean() < kept + 0.05  # once in V draws a random token is the old one
@@ -96,28 +90,21 @@ def test_every_way_hides_exactly_so_many_and_never_a_special_token(masking, t, p
     asked = m.labels != -100
     assert m.positions.shape == (500, k) and (m.positions.diff(dim=1) > 0).all()
     assert torch.equal(asked.sum(1), torch.minimum(torch.tensor(k), (ids >= 5).sum(1)))
-    assert (
-        torch.equal(m.labels[asked], ids[asked])
-        and (ids[asked] >= 5).all()
-        and torch.equal(m.input_ids[~asked], ids[~asked])
-    )
+    assert torch.equal(m.labels[asked], ids[asked]) and (ids[asked] >= 5).all()
+    assert torch.equal(m.input_ids[~asked], ids[~asked])
     assert torch.equal(asked, torch.zeros_like(asked).scatter(1, m.positions, True) & asked), (
         "positions hold every question"
     )
     again, other = masked(ids, p=p, masking=masking), masked(ids, number=2, p=p, masking=masking)
-    assert all(torch.equal(a, b) for a, b in zip(m, again)) and (
-        k == t or not torch.equal(m.positions, other.positions)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(m, again))
+    assert (k == t or not torch.equal(m.positions, other.positions))
 
 
 def test_a_row_with_too_few_words_asks_less_and_keeps_its_shape():
     for masking in MASKINGS:
         m = masked(torch.tensor([[2, 10, 11, 3, 3, 3, 3, 3], [0] * 8]), p=0.5, masking=masking)
-        assert (
-            m.positions.shape == (2, 4)
-            and (m.labels != -100).sum(1).tolist() == [2, 0]
-            and m.input_ids[1].tolist() == [0] * 8
-        )
+        assert m.positions.shape == (2, 4) and (m.labels != -100).sum(1).tolist() == [2, 0]
+        assert m.input_ids[1].tolist() == [0] * 8
 
 
 def test_the_original_also_hides_and_draws_special_tokens():
@@ -133,19 +120,9 @@ def test_the_original_also_hides_and_draws_special_tokens():
 def test_no_column_is_favoured():
     "By chance a rate of 0.25 over 40,000 rows strays by 0.0022; five times that is no chance."
     for masking, more in (("token", {}), ("span", dict(starts_word=None))):
-        hidden = (
-            sum(
-                (
-                    masked(torch.full((10_000, 64), 9), number=n, masking=masking, **more).labels
-                    != -100
-                )
-                .float()
-                .mean(0)
-                for n in range(4)
-            )
-            / 4
-        )
-        assert (hidden - 0.25).abs().max() < 0.011, masking
+        ids = torch.full((10_000, 64), 9)
+        draws = [masked(ids, number=n, masking=masking, **more).labels != -100 for n in range(4)]
+        assert (torch.cat(draws).float().mean(0) - 0.25).abs().max() < 0.011, masking
     ids = some_rows(10_000, 64)
     hidden = (masked(ids, masking="whole-word").labels != -100).float().mean(0)
     assert (hidden - 0.25).abs().max() < 0.03, "words: nearly so"
@@ -195,12 +172,6 @@ def test_spans_have_the_lengths_of_the_paper():
     assert abs(lengths.float().mean() - 3.8) < 0.03  # SpanBERT, section 3.1
 
 
-def test_spans_lie_together():
-    runs = lambda m: (m.positions.diff(dim=1) == 1).float().mean().item()
-    ids = torch.full((2000, 128), 10)
-    assert runs(masked(ids, masking="span")) > 2 * runs(masked(ids, masking="token"))
-
-
 def test_a_falling_rate_keeps_every_shape():
     assert [mask_rate_at(x, start=0.3, end=0.15) for x in (-1, 0, 0.5, 1, 2)] == pytest.approx(
         [0.3, 0.3, 0.225, 0.15, 0.15]
@@ -211,53 +182,14 @@ def test_a_falling_rate_keeps_every_shape():
             rate = mask_rate_at(x, start=0.3, end=0.15)
             m, k = masked(ids, p=rate, max_probability=0.3, masking=masking), mask_count(rate, 128)
             asked = m.labels != -100
-            assert (
-                m.positions.shape == (300, 38)
-                and (asked.sum(1) == k).all()
-                and (m.labels.gather(1, m.positions) != -100).sum().item() == 300 * k
-            )
-            assert (
-                torch.equal(m.input_ids[~asked], ids[~asked])
-                and ((m.input_ids == 4).sum(1) == round(0.8 * k)).all()
-            )
+            assert m.positions.shape == (300, 38) and (asked.sum(1) == k).all()
+            assert (m.labels.gather(1, m.positions) != -100).sum().item() == 300 * k
+            assert torch.equal(m.input_ids[~asked], ids[~asked])
+            assert ((m.input_ids == 4).sum(1) == round(0.8 * k)).all()
             narrow = masked(ids, p=rate, masking=masking)
             assert torch.equal(narrow.labels, m.labels) and torch.equal(
                 narrow.input_ids, m.input_ids
             ), "the room changes nothing else"
-
-
-def test_the_collator_of_transformers_agrees_in_distribution():
-    from cramnb.options import Data
-    from cramnb.text.tokenizer import train_tokenizer
-    from transformers import DataCollatorForLanguageModeling
-
-    tok = train_tokenizer(
-        ["the river runs and the rain falls on the river"] * 3, Data(vocab_size=99), vocab_size=40
-    )
-    torch.manual_seed(0)
-    ids = torch.randint(5, len(tok), (4000, 128))
-    theirs = DataCollatorForLanguageModeling(tok, mlm_probability=0.25, seed=0)(
-        [dict(input_ids=r) for r in ids]
-    )
-    ours = mask_tokens(
-        ids,
-        mlm_probability=0.25,
-        mask_token_id=4,
-        vocab_size=len(tok),
-        generator=microbatch_generator(0, 0),
-    )
-
-    def shares(inputs, labels):
-        asked = labels != -100
-        return [
-            x.float().mean().item()
-            for x in (asked, (inputs == 4)[asked], (inputs == labels)[asked])
-        ]
-
-    assert shares(theirs["input_ids"], theirs["labels"])[0] == pytest.approx(0.25, abs=0.003)
-    assert shares(ours.input_ids, ours.labels) == pytest.approx(
-        shares(theirs["input_ids"], theirs["labels"]), abs=0.015
-    )
 
 
 def test_mistakes_have_one_message():
@@ -269,76 +201,6 @@ def test_mistakes_have_one_message():
         masked(some_rows(2), masking="whole-word", starts_word=None)
     with pytest.raises(CramError, match="1.5 is not possible"):
         mask_tokens(some_rows(2), mlm_probability=1.5, mask_token_id=4, vocab_size=100)
-
-
-def test_whole_words_as_transformers_hides_them():
-    """Theirs tosses a coin a word; long words must not be hidden more or less often than short
-    ones, here or there."""
-    import inspect
-
-    from transformers import DataCollatorForLanguageModeling
-    from cramnb.options import Data
-    from cramnb.text.tokenizer import train_tokenizer, word_starts
-
-    if "whole_word_mask" not in inspect.signature(DataCollatorForLanguageModeling).parameters:
-        pytest.skip("this version of transformers has another collator for whole words")
-    tok = train_tokenizer(
-        ["flow flowing flowings rain raining rainings"] * 9, Data(include_sep=False), vocab_size=30
-    )
-    rng = np.random.default_rng(0)
-    texts = [
-        " ".join(rng.choice(["flow", "flowing", "rainings", "rain", "raining", "flowings"], 40))
-        for _ in range(1500)
-    ]
-    encoded = [
-        tok(
-            t,
-            return_offsets_mapping=True,
-            return_special_tokens_mask=True,
-            truncation=True,
-            max_length=40,
-        )
-        for t in texts
-    ]
-    ids = torch.tensor([e["input_ids"] for e in encoded])
-    torch.manual_seed(0)
-    theirs = (
-        DataCollatorForLanguageModeling(
-            tok,
-            whole_word_mask=True,
-            mlm_probability=0.25,
-            mask_replace_prob=1,
-            random_replace_prob=0,
-        )(
-            [
-                {k: e[k] for k in ("input_ids", "offset_mapping", "special_tokens_mask")}
-                for e in encoded
-            ]
-        )["labels"]
-        != -100
-    )
-    starts = torch.from_numpy(word_starts(tok))
-    ours = (
-        mask_tokens(
-            ids,
-            mlm_probability=0.25,
-            mask_token_id=4,
-            vocab_size=len(tok),
-            masking="whole-word",
-            starts_word=starts,
-            generator=microbatch_generator(0, 0),
-        ).labels
-        != -100
-    )
-    begins = starts[ids]
-    begins[:, 0] = True
-    word = (begins.cumsum(1) + 100 * torch.arange(len(ids))[:, None]).flatten()
-    length = torch.bincount(word)[word].view(ids.shape)
-    for n in length.unique():
-        first = begins & (length == n)
-        assert theirs[first].float().mean().item() == pytest.approx(
-            ours[first].float().mean().item(), abs=0.03
-        ), f"words of {n} pieces"
 
 
 def test_the_stream_of_a_run_follows_its_recipe():
@@ -363,13 +225,5 @@ def test_the_stream_of_a_run_follows_its_recipe():
     ]
     assert counts == [[10] * 5 + [5, 10], [5] * 5 + [5, 10]]
     ways = [stream(f"train.masking={m}")(0, 5, 0, 0.0) for m in MASKINGS]
-    assert (
-        torch.equal(ways[0].input_ids, s.input_ids)
-        and len({tuple(m.positions.flatten().tolist()) for m in ways}) == 3
-    )
-    everything = stream("train.mask_special_tokens=True", "train.mlm_probability=0.999")(
-        0, 5, 0, 0.0
-    )
-    assert (everything.labels == 3).any() or not (
-        torch.from_numpy(s.rows.astype(np.int64)) == 3
-    ).any()
+    assert torch.equal(ways[0].input_ids, s.input_ids)
+    assert len({tuple(m.positions.flatten().tolist()) for m in ways}) == 3

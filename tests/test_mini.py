@@ -247,6 +247,9 @@ def test_the_command_ends_with_a_loss_and_goes_on_when_called_again(tmp_path):
     assert math.isfinite(float(re.search(r"held-out loss ([\d.]+)", loss)[1]))
     again = subprocess.run([*words, "1"], **how)  # its time is over, and nothing has changed
     assert again.stdout.splitlines()[-1] == loss
+    (tmp_path / "other").mkdir()  # another text does not go on with this one's run
+    other = subprocess.run([*words[:-1], "other", "1"], **how)
+    assert other.returncode == 1 and "too little text" in other.stderr
 
 
 def test_too_little_text_is_said_in_one_line_and_leaves_nothing_behind(tmp_path):

@@ -11,15 +11,7 @@ from torch import nn
 
 from cramnb.train.checkpoint import load_checkpoint, save_checkpoint
 from cramnb.model.mlm import build_model
-from cramnb.train.optim import (
-    Lion,
-    Muon,
-    build_optimizer,
-    decay_groups,
-    is_hidden_matrix,
-    orthogonalise,
-    set_lr,
-)
+from cramnb.train.optim import Lion, Muon, build_optimizer, decay_groups, is_hidden_matrix, set_lr
 from cramnb.core import CramError
 from cramnb.options import Arch
 from cramnb.recipe import compose, preset
@@ -71,9 +63,8 @@ def test_every_optimizer_learns_and_survives_a_checkpoint(name, tmp_path):
     assert torch.equal(weights(whole), weights(second))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_schedule_moves_every_group_in_proportion(name):
-    needs(name)
     optimizer = build_optimizer(model(), recipe(optimizer=name))
     set_lr(optimizer, 0.25)
     assert all(g["lr"] == 0.25 * g["peak_lr"] > 0 for g in optimizer.param_groups)
@@ -89,29 +80,6 @@ def steps(optimizer, p, gradients):
 def made(*shape):
     g = torch.Generator().manual_seed(0)
     return torch.randn(*shape, generator=g), torch.randn(20, *shape, generator=g)
-
-
-def test_adamw_is_torchs_adamw():
-    w, gradients = made(24, 16)
-    layer = nn.Linear(16, 24, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(w)
-    ours = steps(build_optimizer(layer, recipe("bert-o4")), layer.weight, gradients)
-    p = nn.Parameter(w.clone())
-    theirs = steps(
-        torch.optim.AdamW(
-            [p],
-            lr=1e-3,
-            betas=(0.9, 0.98),
-            eps=1e-12,
-            weight_decay=0.01,
-            foreach=False,
-            fused=False,
-        ),
-        p,
-        gradients,
-    )
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
 
 
 def in_half_precision(matrices):
@@ -167,13 +135,6 @@ def test_muon_treats_query_key_and_value_apart_and_equal_shapes_alike():
     )
 
 
-def test_orthogonalise_makes_singular_values_equal():
-    g = torch.randn(5, 12, 8, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalise(g))
-    assert 0.5 < values.min() and values.max() < 1.3
-    torch.testing.assert_close(orthogonalise(g.mT), orthogonalise(g).mT, atol=1e-5, rtol=0)
-
-
 def test_muon_takes_matrices_of_the_layers_and_nothing_else():
     for arch in ("tiny", "hf-bert-tiny"):
         m = build_model(preset("arch", arch), 100)
@@ -210,25 +171,6 @@ def test_decay_is_decoupled_where_it_is_said_to_be(name, shrinks):
         layer.weight.grad = torch.full((1, 1), (-1.0) ** i * 100)
         optimizer.step()
     assert (abs(layer.weight.item() - 0.74) < 0.15) == shrinks
-
-
-def test_adamw_is_fused_where_it_can_be():
-    assert all(g["fused"] for g in build_optimizer(model(), recipe("bert-o4")).param_groups)
-
-
-@pytest.mark.parametrize(
-    "typed, meant",
-    [
-        ("train/optim=adam", "adamw"),
-        ("train/optim=adam_classic", "adam"),
-        ("train/optim=adam8bit", "adamw8bit"),
-        ("train/optim=lion", "lion"),
-        ("train/optim=sgd", "sgd"),
-        ("train.optimizer=adam", "adam"),
-    ],
-)
-def test_names_of_the_original(typed, meant):
-    assert compose([typed]).train.optimizer == meant
 
 
 def test_an_optimizer_that_is_not_there_is_refused_with_the_nearest():

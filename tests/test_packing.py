@@ -75,9 +75,8 @@ def test_max_rows_keeps_the_first_of_the_order(texts, corpus, tmp_path):
     c = Corpus.build(small(texts, ordering="sentence-length-curriculum", max_rows=20), tmp_path)
     period = c.tokenizer.convert_tokens_to_ids(".")
     counts = np.sort((c.rows[:] == period).sum(1))[::-1]
-    assert np.array_equal((c.batch(0, 20, 0) == period).sum(1), counts[:20]) and np.array_equal(
-        c.batch(20, 1, 0), c.batch(0, 1, 0)
-    )
+    assert np.array_equal((c.batch(0, 20, 0) == period).sum(1), counts[:20])
+    assert np.array_equal(c.batch(20, 1, 0), c.batch(0, 1, 0))
     r = Corpus.build(small(texts, max_rows=20), tmp_path)
     one, two = r.batch(0, 20, 0), r.batch(20, 20, 0)
     assert sorted(map(bytes, one)) == sorted(map(bytes, two)) and not np.array_equal(one, two)
@@ -86,11 +85,8 @@ def test_max_rows_keeps_the_first_of_the_order(texts, corpus, tmp_path):
 def test_documents_of_a_row_are_numbered(corpus):
     sep, rows = corpus.tokenizer.sep_token_id, corpus.batch(0, 50, 0)
     ids = corpus.document_ids(rows)
-    assert (
-        (ids[:, 0] == 0).all()
-        and ids.shape == rows.shape
-        and (np.diff(ids, axis=1) == (rows[:, :-1] == sep)).all()
-    )
+    assert (ids[:, 0] == 0).all() and ids.shape == rows.shape
+    assert (np.diff(ids, axis=1) == (rows[:, :-1] == sep)).all()
 
 
 @pytest.mark.parametrize("seq_length", [1, 2, 7, 64, 129])
@@ -109,11 +105,8 @@ def test_packing_in_pieces_of_any_size_is_packing_at_once(seq_length, cls_id):
         for i in range(0, 90, size):
             piece, left = pack([left, *docs[i : i + size]], seq_length, cls_id)
             pieces.append(piece)
-        assert (
-            np.array_equal(np.concatenate(pieces), whole)
-            and np.array_equal(left, rest)
-            and len(rest) < seq_length
-        )
+        assert np.array_equal(np.concatenate(pieces), whole) and np.array_equal(left, rest)
+        assert len(rest) < seq_length
 
 
 @pytest.mark.parametrize(
@@ -136,9 +129,8 @@ def test_every_token_of_the_text_is_in_a_row_or_in_the_card(changes, texts, tmp_
     )
     body = c.rows[:][:, 1:] if data.include_cls else c.rows[:]
     got = np.concatenate([body.reshape(-1), np.array(c.card["counts"]["rest"], int)])
-    assert np.array_equal(
-        np.bincount(got, minlength=1000), np.bincount(expected, minlength=1000)
-    ) and c.card["counts"]["tokens"] == len(expected)
+    assert np.array_equal(np.bincount(got, minlength=1000), np.bincount(expected, minlength=1000))
+    assert c.card["counts"]["tokens"] == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +144,8 @@ def test_an_epoch_shows_each_row_once_and_any_part_of_it_can_be_computed(n):
     for a, b in np.sort(rng.integers(0, n + 1, (20, 2))):
         assert np.array_equal(row_order(n, 3, 5, int(a), int(b)), whole[a:b])
     if n > 100:
-        assert (
-            not np.array_equal(whole, row_order(n, 4, 5))
-            and not np.array_equal(whole, row_order(n, 3, 6))
-            and (np.diff(whole) == 1).mean() < 0.05
-        )
+        assert not np.array_equal(whole, row_order(n, 4, 5))
+        assert not np.array_equal(whole, row_order(n, 3, 6)) and (np.diff(whole) == 1).mean() < 0.05
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "floats", "all equal"])
@@ -176,10 +165,8 @@ def test_rows_come_in_the_order_of_their_keys_in_parts(kind, tmp_path):
 
 def test_the_order_on_disk_is_the_order_of_training(texts, corpus, tmp_path):
     c = Corpus.build(small(texts, ordering="sentence-length-curriculum"), tmp_path)
-    assert (
-        np.array_equal(c.batch(0, len(c.rows), 7), c.rows[:])
-        and not (c.folder / "order.npy").exists()
-    )
+    assert np.array_equal(c.batch(0, len(c.rows), 7), c.rows[:])
+    assert not (c.folder / "order.npy").exists()
     plain = Corpus.build(small(texts, ordering="none"), tmp_path)
     assert sorted(map(bytes, plain.rows[:])) == sorted(
         map(bytes, corpus.rows[:])
@@ -193,19 +180,6 @@ def test_block_diagonal_attention_needs_marks(texts, tmp_path):
     c = Corpus.build(small(texts, include_sep=False), tmp_path)
     with pytest.raises(CramError, match="include_sep=True"):
         c.document_ids(c.rows[:2])
-    c.card["data"]["include_sep"], c.tokenizer.sep_token = True, None  # ready-made, without [SEP]
-    with pytest.raises(CramError, match="leaves no mark"):
-        c.document_ids(c.rows[:2])
-
-
-def test_all_training_tokens_are_counted(corpus):
-    counts = np.bincount(corpus.rows[:].reshape(-1), minlength=corpus.vocab_size)
-    assert np.array_equal(corpus.token_counts, counts)
-
-
-def test_a_corpus_without_a_card_has_no_fingerprint(corpus):
-    bare = Corpus(corpus.folder, corpus.rows, corpus.heldout, corpus.tokenizer, {})
-    assert bare.fingerprint == "" and len(corpus.fingerprint) == 16 and bare.notices == []
 
 
 def test_rows_are_read_one_by_one_in_slices_and_in_any_order(tmp_path):
@@ -245,8 +219,9 @@ def test_rows_that_cannot_be_written_whole_leave_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_are_read_by_the_datasets_library(corpus):
-    loaded = datasets.load_from_disk(str(corpus.folder))
+def test_rows_are_read_by_the_datasets_library(corpus, tmp_path):
+    how = dict(data_files="rows.arrow", split="train", cache_dir=str(tmp_path))
+    loaded = datasets.load_dataset(str(corpus.folder), **how)
     assert len(loaded) == len(corpus.rows) and loaded[3]["input_ids"] == corpus.rows[3].tolist()
     assert loaded.features["input_ids"].feature.dtype == "uint16"
     assert (corpus.folder / "rows.arrow").stat().st_size <= 2.1 * corpus.rows[:].size

@@ -3,8 +3,7 @@
 import errno
 import json
 import os
-import subprocess
-import sys
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +18,9 @@ from filelock import FileLock
 
 import cramnb.text.store as store
 from cramnb.text import sources
-from cramnb.core import CramError
+from cramnb.core import CramError, fingerprint
 from cramnb.options import Data
 from cramnb.recipe import preset
-from cramnb.text.sources import read_file
 from cramnb.text.store import Corpus, store_folder, store_key
 
 
@@ -73,20 +71,6 @@ def test_a_corpus_is_named_by_its_text_not_by_path_time_or_packages(texts, tmp_p
     assert store_key(small(copy)) != before
 
 
-def test_another_text_of_the_same_size_in_the_same_second_is_another_corpus(texts, tmp_path):
-    copy = tmp_path / "docs.jsonl"
-    raw, keys = texts.read_bytes(), []
-    for text in (raw, raw.replace(b"the", b"eht", 1)):
-        copy.write_bytes(text)
-        os.utime(copy, (1_000_000_000, 1_000_000_000))
-        code = "import sys; from cramnb.options import Data\n"
-        code += "from cramnb.text.store import store_key\n"
-        code += "print(store_key(Data(source='files', files=sys.argv[1])))"
-        command = [sys.executable, "-c", code, str(copy)]
-        keys.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert len(set(keys)) == 2
-
-
 def test_a_store_of_older_code_is_not_taken_for_this_ones(texts, monkeypatch):
     before = store_key(small(texts))
     monkeypatch.setattr(store, "FORMAT", store.FORMAT + 1)
@@ -122,40 +106,23 @@ def test_a_corpus_is_found_again_and_place_alone_decides_a_batch(texts, corpus):
 # --- the card, and damage
 
 
-def test_the_card_tells_sources_counts_and_examples(texts, corpus, tmp_path):
-    card = (corpus.folder / "README.md").read_text(encoding="utf-8")
-    meta = yaml.safe_load(card.split("---")[1])
-    assert meta["task_categories"] == ["fill-mask"]
-    words = (str(texts), "after cutting repeats", "characters a token", "Rows that were kept:")
-    for word in (*words, "Dropped by repeats:", "source files: 1,500 documents"):
-        assert word in card, word
+def test_the_card_shows_what_was_read_and_escapes_it(texts, tmp_path):
     odd = json.dumps({"text": "zero \x00 byte " + "word " * 60})
     script = json.dumps({"text": "<script>alert(1)</script> \x1b[31m red " + "lorem ipsum " * 60})
     more = f"{texts.read_text(encoding='utf-8')}torn\n{odd}\n{script}\n"
     (tmp_path / "docs.jsonl").write_text(more, encoding="utf-8")
-    data = small(tmp_path / "docs.jsonl", max_bad_lines=0.01, near_duplicates=0.8)
-    bad = Corpus.build(data, tmp_path / "corpora")
-    card = (bad.folder / "README.md").read_text(encoding="utf-8")
-    for word in ("bad lines: 1", "nul bytes: 1"):
+    made = Corpus.build(small(tmp_path / "docs.jsonl", near_duplicates=0.8), tmp_path / "corpora")
+    card = (made.folder / "README.md").read_text(encoding="utf-8")
+    assert yaml.safe_load(card.split("---")[1])["task_categories"] == ["fill-mask"]
+    words = ("docs.jsonl", "after cutting repeats", "characters a token", "Rows that were kept:")
+    for word in (*words, "source files: 1,502 documents", "bad lines: 1", "nul bytes: 1"):
         assert word in card, word
     assert "\x1b" not in card and "<script>" not in card
-
-
-def test_the_whole_store_costs_two_bytes_a_token(texts, tmp_path):
-    many = [{"text": t} for t in list(read_file(texts)) * 12]
-    (tmp_path / "many.jsonl").write_text("".join(json.dumps(t) + "\n" for t in many))
-    data = small(tmp_path / "many.jsonl", deduplicate=False, trash_cutoff=0.0, heldout=0.01)
-    c = Corpus.build(data, tmp_path / "corpora")
-    files = {p.name: p.stat().st_size for p in c.folder.rglob("*") if p.is_file()}
-    tokens = c.rows[:].size + c.heldout[:].size
-    assert sum(files.values()) <= 2.2 * tokens, files
 
 
 @pytest.fixture
 def own(corpus, tmp_path):
     "A copy that may be damaged."
-    import shutil
-
     return Path(shutil.copytree(corpus.folder, tmp_path / corpus.folder.name))
 
 
@@ -197,8 +164,8 @@ def test_a_tokenizer_without_its_special_tokens_is_damage(own):
     with pytest.raises(CramError, match="is damaged.*tokenizer_config.json is cut"):
         Corpus.load(own)
     found = json.loads(card.read_text())
-    for known in (found["bytes"], found["checksums"]):
-        known.pop("tokenizer/tokenizer_config.json")
+    found["bytes"]["tokenizer/tokenizer_config.json"] = path.stat().st_size
+    found["checksums"]["tokenizer/tokenizer_config.json"] = fingerprint(path)
     card.write_text(json.dumps(found))
     with pytest.raises(CramError, match="is damaged .its tokenizer has no .*mask_token"):
         Corpus.load(own)
@@ -233,52 +200,9 @@ def test_what_cannot_be_read_is_not_called_damaged(error, own, monkeypatch):
         raise error
 
     monkeypatch.setattr(store, "Rows", refuse)
-    with pytest.raises(CramError, match="cannot be read: (Permission denied|.*memory)") as e:
+    with pytest.raises(CramError, match="cannot be read: (Permission denied|MemoryError)") as e:
         Corpus.load(own)
     assert "Delete" not in str(e.value) and "damaged" not in str(e.value)
-
-
-def test_an_error_without_a_word_is_still_one_line(own, monkeypatch):
-    def silent(path):
-        raise OSError()
-
-    monkeypatch.setattr(store, "Rows", silent)
-    with pytest.raises(CramError, match="is damaged .OSError.. Delete"):
-        Corpus.load(own)
-
-
-# --- the front door
-
-
-def test_texts_become_a_corpus_once(tmp_path, texts):
-    docs = list(read_file(texts))[:300]
-    options = dict(vocab_size=600, seq_length=32, heldout=0.1)
-    corpus = Corpus.from_texts((t for t in docs), tmp_path / "c", **options)
-    again = Corpus.from_texts(docs, tmp_path / "c", **options)
-    assert again.folder == corpus.folder and len(corpus.heldout) and corpus.vocab_size <= 600
-    other = Corpus.from_texts(docs[1:], tmp_path / "c", **options)
-    assert other.folder != corpus.folder and len(list((tmp_path / "c").glob("texts*"))) == 2
-    assert f"{len(corpus.rows):,} of 32 tokens" in corpus._repr_html_()
-    files = Corpus.from_files([texts, texts.parent], tmp_path / "d", vocab_size=600)
-    assert len(files.rows) and "Corpus(" in repr(files)
-
-
-MISTAKES = [
-    (["text", 7], {}, r"texts\[1\] is int"),
-    (["text", None], {}, r"texts\[1\] is NoneType"),
-    (["half \ud800"], {}, r"texts\[0\] holds half a character"),
-    ([], {}, "no text"),
-    (["", " \n"], {}, "no text"),
-    ("one text", {}, "list of texts"),
-    (["text"], dict(seq_lenght=64), "Did you mean 'seq_length'"),
-]
-
-
-@pytest.mark.parametrize("given, options, message", MISTAKES)
-def test_what_is_no_text_is_one_line_and_leaves_nothing(given, options, message, tmp_path):
-    with pytest.raises(CramError, match=message):
-        Corpus.from_texts(given, tmp_path / "c", **options)
-    assert not (tmp_path / "c").exists()
 
 
 # --- locks and folders
@@ -315,7 +239,7 @@ def test_a_folder_that_cannot_be_written(texts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(store.FileLock, "acquire", refuse)
     assert Corpus.build(small(texts), tmp_path), "what is finished can be used"
-    with pytest.raises(CramError, match="impl.path=.*Permission denied.*can be written"):
+    with pytest.raises(CramError, match="impl.path=.*Permission denied"):
         Corpus.build(small(texts, seq_length=32), tmp_path)
 
 
@@ -371,26 +295,18 @@ def test_ready_made_rows_come_with_their_tokenizer(published, tmp_path):
 
 def test_the_tokenizer_is_looked_for_where_the_hub_has_it(published, tmp_path, monkeypatch):
     "The original keeps it in a folder of the data set; others put it at the top."
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    asked, nested = [], True
-
-    def download(repo, name, repo_type):
-        asked.append(name)
-        if name.startswith("tokenizer/") and not nested:
-            raise EntryNotFoundError("404")
-        return published[0] / "tokenizer" / name.removeprefix("tokenizer/")
-
-    monkeypatch.setattr(sources, "hf_hub_download", download)
-    assert sources.fetch_tokenizer("a/b", tmp_path / "one").mask_token_id == 2
-    assert all(name.startswith("tokenizer/") for name in asked) and len(asked) == 3
-    nested = False
-    assert sources.fetch_tokenizer("a/b", tmp_path / "two").pad_token_id == 0
+    inside, top = published[0], tmp_path / "top"
+    shutil.copytree(inside / "tokenizer", top)
+    for place in (inside, top):
+        monkeypatch.setattr(sources, "snapshot_download", lambda *_, place=place, **__: str(place))
+        assert sources.fetch_tokenizer("a/b", tmp_path / f"of {place.name}").mask_token_id == 2
 
     def offline(*_, **__):
         raise LocalEntryNotFoundError("cannot find it, and outgoing traffic is off")
 
-    monkeypatch.setattr(sources, "hf_hub_download", offline)
+    monkeypatch.setattr(sources, "snapshot_download", offline)
     with pytest.raises(CramError, match="a/b.*cannot be fetched.*outgoing traffic"):
         sources.fetch_tokenizer("a/b", tmp_path / "three")
 
@@ -418,28 +334,13 @@ def test_a_stopped_download_goes_on_where_it_was(published, tmp_path, monkeypatc
     assert len(opened) <= 2, "only the third and the fourth of four files"
 
 
-def test_what_was_fetched_survives_the_network(published, tmp_path, monkeypatch):
-    "A stream that breaks off, then a call without a network, then one that ends it."
-    folder, rows = published
-    monkeypatch.setattr(store, "PART_ROWS", 300)
-    real = sources.open_hub
+def test_without_a_network_one_is_told_how_to_go_on(published, tmp_path, monkeypatch):
+    def offline(*_, **__):
+        raise OSError("no route to host")
 
-    def breaks(stage, done, total):
-        def offline(*_, **__):
-            raise OSError("no route to host")
-
-        if done == 300:
-            monkeypatch.setattr(sources, "open_hub", offline)
-            raise ConnectionError("connection reset")
-
-    with pytest.raises(ConnectionError, match="connection reset"):
-        Corpus.build(ready(folder), tmp_path, breaks)
+    monkeypatch.setattr(sources, "open_hub", offline)
     with pytest.raises(ConnectionError, match="no route to host.*The same command goes on"):
-        Corpus.build(ready(folder), tmp_path)
-    monkeypatch.setattr(sources, "open_hub", real)
-    seen = []
-    c = Corpus.build(ready(folder), tmp_path, lambda stage, done, total: seen.append(done))
-    assert seen == [600, 900, 1000] and all_rows(c) == sorted(map(bytes, rows.astype(np.uint16)))
+        Corpus.build(ready(published[0]), tmp_path)
 
 
 MISFITS = [

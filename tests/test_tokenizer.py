@@ -12,7 +12,6 @@ from cramnb.text.sources import SPECIMEN
 from cramnb.text.sources import read_file
 from cramnb.core import CramError
 from cramnb.options import Data
-from cramnb.recipe import compose
 from cramnb.text.tokenizer import SPECIAL_TOKENS, encode, fertility, train_tokenizer, word_starts
 from transformers import AutoTokenizer
 
@@ -72,12 +71,9 @@ def test_special_tokens_are_the_first_five_and_text_cannot_name_them(kind, docs,
     )
     tok.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    assert (
-        len(again) == vocab_size
-        and again.is_fast
-        and again.convert_ids_to_tokens(range(5)) == list(SPECIAL_TOKENS)
-        and again.model_max_length == 128
-    )
+    assert len(again) == vocab_size and again.is_fast
+    assert again.convert_ids_to_tokens(range(5)) == list(SPECIAL_TOKENS)
+    assert again.model_max_length == 128
     assert (
         again.pad_token_id,
         again.unk_token_id,
@@ -91,9 +87,8 @@ def test_special_tokens_are_the_first_five_and_text_cannot_name_them(kind, docs,
         == encode(tok, ["return a list"])[0]
     )
     text = "say [MASK] and [SEP], return"
-    assert set(encode(tok, [text])[0][:-1]) & {0, 2, 3, 4} == set() and {3, 4} <= set(
-        again(text)["input_ids"][:-1]
-    )
+    assert set(encode(tok, [text])[0][:-1]) & {0, 2, 3, 4} == set()
+    assert {3, 4} <= set(again(text)["input_ids"][:-1])
     assert encode(again, [text]) == encode(tok, [text]), "saved and loaded, it cuts alike"
 
 
@@ -111,18 +106,14 @@ def test_templates(docs):
         0
     ]
     bare = single(include_sep=False)
-    assert (
-        single() == [*bare, 3]
-        and single(include_cls=True) == [2, *bare, 3]
-        and single(include_cls=True, include_sep=False) == [2, *bare]
-    )
+    assert single() == [*bare, 3] and single(include_cls=True) == [2, *bare, 3]
+    assert single(include_cls=True, include_sep=False) == [2, *bare]
     for second in (0, 1):
         pair = train_tokenizer(docs, Data(use_type_ids=bool(second)), vocab_size=300)(
             "return", "return", return_token_type_ids=True
         )
-        assert pair["input_ids"] == [2, *bare, 3, *bare, 3] and pair["token_type_ids"] == [0] * (
-            2 + len(bare)
-        ) + [second] * (1 + len(bare))
+        assert pair["input_ids"] == [2, *bare, 3, *bare, 3]
+        assert pair["token_type_ids"] == [0] * (2 + len(bare)) + [second] * (1 + len(bare))
 
 
 def test_unigram_names_the_largest_size():
@@ -222,20 +213,4 @@ def test_each_vocabulary_knows_where_words_begin(docs):
     ids = encode(tok, ["Köln über"])[0][:-1]
     assert np.flatnonzero(word_starts(tok)[ids]).tolist() == [0, 6], (
         "one letter may be several bytes"
-    )
-
-
-def test_names_and_keys_of_the_original_carry_over():
-    data = compose(
-        [
-            "data=sanity-check-2",
-            "data.tokenizer=SentencePieceUnigram",
-            "data.include_cls_token_in_corpus=True",
-            "data.use_type_ids=True",
-        ]
-    ).data
-    assert (data.tokenizer, data.include_cls, data.use_type_ids) == (
-        "SentencePieceUnigram",
-        True,
-        True,
     )

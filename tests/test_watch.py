@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import cramnb
+from toy import SMALL
 
 from cramnb.run import watch as trackers_module
-from cramnb.run import watch
 from cramnb.core import CramError
-from cramnb.train.device import card_peak
 from cramnb.cli import main
 from cramnb.run.report import diagnose
 from cramnb.recipe import compose
@@ -27,26 +26,21 @@ from cramnb.run.runs import read_log
 from cramnb.run.watch import Trackers
 from cramnb.run.watch import CLOCKED, Bars, Energy, Log, Meter
 
-SMALL = (
-    "data.vocab_size=600 data.seq_length=32 data.heldout=0.3 arch.hidden_size=32 "
-    "arch.num_hidden_layers=1 arch.num_attention_heads=2 arch.intermediate_size=64 "
-    "train.eval_rows=32 train.progress=updates train.batch_size=16 impl.microbatch_size=16"
-).split()
 TOLD = ["impl.tensorboard=True", "wandb.enabled=True", "wandb.project=trial", "wandb.mode=offline"]
 
 
 def words(texts, *more) -> list[str]:
-    return ["pretrain", "data=files", f"data.files={texts}", *SMALL, *more]
+    text = ["data=files", f"data.files={texts}", "impl.microbatch_size=16"]
+    return ["pretrain", *text, *SMALL, *more]
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory, texts):
-    "A finished run of 30 updates with both trackers, made by the real command."
-    pytest.importorskip("wandb"), pytest.importorskip("tensorboard")
+    "A finished run, made by the real command."
     folder = tmp_path_factory.mktemp("watched")
-    run = cramnb(*words(texts, "name=both", "train.max_updates=30", *TOLD), cwd=folder)
+    run = cramnb(*words(texts, "name=both", "train.max_updates=5"), cwd=folder)
     assert run.returncode == 0, run.stderr
-    return folder, run
+    return folder
 
 
 # --- the machine
@@ -69,40 +63,6 @@ def test_flops_share_and_memory():
     assert row.keys() == {"update", "tokens", "elapsed", "tokens_per_second"}, (
         "the row of the loop was changed"
     )
-
-
-def test_a_known_card_and_an_unknown_one(monkeypatch):
-    row = dict(update=1, tokens=1000, elapsed=1.0, tokens_per_second=494.7e3)
-    monkeypatch.setattr(watch, "memory_gb", lambda device: 1.0)
-    share = lambda **options: Meter(torch.device("cuda"), 1e9, **options)(
-        row, compose([]).train, 1.0
-    )["peak_share"]
-    assert share(name="NVIDIA H200") == pytest.approx(0.5) and share(name="Card 9000") is None
-    assert share(name="NVIDIA H200", processes=2) == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize(
-    "name, peak",
-    [
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA RTX A6000", 154.8),
-        ("NVIDIA GeForce RTX 2080 Ti", 53.8),
-        ("Tesla T4", 65),
-        ("Tesla V100-SXM2-16GB", 125),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3080 Ti", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("AMD Instinct MI300X", None),
-        ("", None),
-    ],
-)
-def test_peaks_by_exact_name(name, peak):
-    assert card_peak(name) == peak
 
 
 class FakeNVML(types.ModuleType):
@@ -191,35 +151,6 @@ def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_every_tracker_is_told_what_the_log_is_told(done):
-    folder, run = done
-    rows = read_log(folder / "runs/both/metrics.jsonl")
-    assert (
-        len(rows) == 30
-        and set(CLOCKED) <= set(rows[0])
-        and rows[-1]["tflops"] > 0
-        and rows[-1]["peak_share"] is None
-    )
-    ((ident, steps),) = wandb_steps(folder / "runs/both")
-    assert ident.startswith("trial/") and [s for s, _ in steps] == list(range(1, 31))
-    assert [v["loss"] for _, v in steps] == pytest.approx([r["loss"] for r in rows], rel=1e-4)
-    assert [v["heldout"] for _, v in steps if "heldout" in v] == pytest.approx(
-        [r["heldout"] for r in rows if "heldout" in r], rel=1e-4
-    ) and any("heldout" in r for r in rows)
-    shown = board(folder / "runs/both")
-    assert [s for s, _ in shown["loss"]] == list(range(1, 31)) and [
-        v for _, v in shown["loss"]
-    ] == pytest.approx([r["loss"] for r in rows], rel=1e-4)
-    assert {"lr", "tflops", "memory_gb", "tokens_per_second", "batch_size"} <= set(
-        shown
-    ) and "peak_share" not in shown
-    assert (
-        "WeightsAndBiases:" in run.stdout
-        and "TensorBoard:" in run.stdout
-        and not (folder / "wandb").exists()
-    )
-
-
 def test_a_killed_run_goes_on_in_the_same_place_and_doubles_no_step(tmp_path, texts, monkeypatch):
     pytest.importorskip("wandb"), pytest.importorskip("tensorboard")
     updates, save = "train.max_updates=150", "impl.save_every=1e-6"
@@ -252,13 +183,7 @@ def test_a_killed_run_goes_on_in_the_same_place_and_doubles_no_step(tmp_path, te
 
 
 @pytest.mark.parametrize(
-    "option, library",
-    [
-        ("wandb.enabled=True", "wandb"),
-        ("impl.tensorboard=True", "tensorboard"),
-        ("tensorboard.enabled=True", "tensorboard"),
-        ("wandb=default", "wandb"),
-    ],
+    "option, library", [("wandb.enabled=True", "wandb"), ("impl.tensorboard=True", "tensorboard")]
 )
 def test_a_missing_library_is_told_before_anything_begins(
     option, library, monkeypatch, capsys, tmp_path
@@ -348,15 +273,7 @@ def test_a_bar_on_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     bars = Bars()
     for n in range(1, 4):
-        bars(
-            "pretraining",
-            n,
-            3,
-            loss=5.0 - n,
-            heldout=None,
-            tokens_per_second=12_345.0,
-            seconds_left=3.0,
-        )
+        bars("pretraining", n, 3, loss=5.0 - n, heldout=None, tokens_per_second=12_345.0)
     bars.close()
     assert (
         "loss 2.00" in screen.getvalue()
@@ -369,7 +286,7 @@ def test_a_bar_on_a_terminal(monkeypatch):
 
 
 def test_the_commands_runs_and_plot(done, capsys, monkeypatch):
-    monkeypatch.chdir(done[0])
+    monkeypatch.chdir(done)
     assert main(["runs"]) == 0
     out = capsys.readouterr().out
     assert "| both " in out and "finished" in out and "1 CPU thread " in out

@@ -8,10 +8,9 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from cramnb.model.mlm import build_model, count_parameters
-from cramnb.core import CramError
 from cramnb.options import PRESETS, PROVENANCE, diff
 from cramnb.recipe import preset
-from cramnb.model.zoo import STEPS, compare, size, steps
+from cramnb.model.zoo import STEPS, size, steps
 
 SMALL = dict(
     hidden_size=32,
@@ -69,60 +68,36 @@ def twins(seed):
     return ours, theirs
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_bert_original_is_bert(padded):
+def test_bert_original_is_bert():
     ours, theirs = twins(0)
     ids, mask = torch.randint(1, 50, (3, 20)), torch.ones(3, 20, dtype=torch.long)
-    if padded:
-        mask[1, 12:] = mask[2, 5:] = 0
+    mask[1, 12:] = mask[2, 5:] = 0
     labels = torch.where((torch.rand(3, 20) < 0.3) & (mask == 1), ids, -100)
-    a, b = (
-        m(input_ids=ids, attention_mask=mask, labels=labels, output_hidden_states=True)
-        for m in (ours, theirs)
-    )
-    assert len(a.hidden_states) == len(b.hidden_states) == 3
-    for x, y in zip(a.hidden_states, b.hidden_states):
+    given = dict(input_ids=ids, attention_mask=mask, labels=labels, output_hidden_states=True)
+    a, b = ours(**given), theirs(**given)
+    for x, y in zip([*a.hidden_states, a.logits], [*b.hidden_states, b.logits], strict=True):
         torch.testing.assert_close(x[mask == 1], y[mask == 1], atol=1e-4, rtol=1e-4)
-    with torch.no_grad():
-        p, q = (m(input_ids=ids, attention_mask=mask).logits for m in (ours, theirs))
-    torch.testing.assert_close(p[mask == 1], q[mask == 1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(a.loss, b.loss)
     a.loss.backward()
     b.loss.backward()
     gradients = {n: p.grad for n, p in ours.named_parameters()}
-    compared = 0
-    for name, q in theirs.named_parameters():
-        tensor = source(name, gradients)
-        if tensor is None:
-            continue
-        torch.testing.assert_close(tensor, q.grad, atol=1e-4, rtol=1e-3, msg=name)
-        compared += 1
-    assert compared == 41
+    found = {n: (source(n, gradients), q.grad) for n, q in theirs.named_parameters()}
+    compared = [(n, p, q) for n, (p, q) in found.items() if p is not None]
+    assert len(compared) == 41
+    for name, p, q in compared:
+        torch.testing.assert_close(p, q, atol=1e-4, rtol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize(
-    "a, b",
-    [
-        ("bert-original", "crammed-bert"),
-        ("crammed-bert", "bert-original"),
-        ("tiny", "modern"),
-        ("bert-c5", "crammed-large-izsak"),
-    ],
-)
+@pytest.mark.parametrize("a, b", [("crammed-bert", "bert-original"), ("tiny", "modern")])
 def test_a_walk_ends_at_its_end_and_each_step_changes_its_fields(a, b):
     a, b = preset("arch", a), preset("arch", b)
     walk = steps(a, b)
     assert walk[0] == ("start", a) and walk[-1][1] == b
+    changed = []
     for (_, x), (label, y) in zip(walk, walk[1:]):
         assert set(diff(x, y)) <= set(STEPS.get(label, (label,))) and diff(x, y)
-    changed = [k for (_, x), (_, y) in zip(walk, walk[1:]) for k in diff(x, y)]
+        changed += diff(x, y)
     assert sorted(changed) == sorted(diff(a, b))  # each once
-
-
-def test_a_walk_to_itself_is_no_walk():
-    assert steps(preset("arch", "tiny"), preset("arch", "tiny")) == [
-        ("start", preset("arch", "tiny"))
-    ]
 
 
 def test_weights_of_the_walk():
@@ -139,39 +114,9 @@ def test_weights_of_the_walk():
 def test_size_is_that_of_the_built_model_and_follows_its_arguments():
     small = replace(preset("arch", "tiny"), **SMALL)
     s = size(small, vocab_size=99)
-    assert (
-        s["parameters"] == count_parameters(build_model(small, 99))
-        and s["words"] == 99 * 32
-        and s["state_bytes"] == 16 * s["parameters"]
-    )
-    assert (
-        size(small, vocab_size=99, mlm_probability=1.0)["flops"]
-        > s["flops"]
-        > size(small, vocab_size=99, seq_length=16)["flops"]
-    )
-
-
-def test_every_relative_is_weighed():
-    rows = compare()
-    assert [r[0] for r in rows] == list(PRESETS["arch"])
-    assert all(p > 0 and f > 0 and b == 16 * p for _, _, p, f, b in rows)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(norm_placement="sandwich"),
-        dict(deepnorm=True),
-        dict(qk_norm=True),
-        dict(use_bias=True),
-        dict(hidden_act="geglu"),
-    ],
-)
-def test_settings_that_bert_would_not_read_are_refused(changes):
-    hf = replace(preset("arch", "hf-bert-base"), **SMALL)
-    assert count_parameters(build_model(hf, 99)) == size(hf, 99)["parameters"]
-    with pytest.raises(CramError, match=f"{next(iter(changes))}=.* with model_type=bert"):
-        build_model(replace(hf, **changes), 99)
+    assert s["parameters"] == count_parameters(build_model(small, 99)) and s["words"] == 99 * 32
+    dense = size(small, vocab_size=99, mlm_probability=1.0)["flops"]
+    assert dense > s["flops"] > size(small, vocab_size=99, seq_length=16)["flops"]
 
 
 def test_every_architecture_says_where_it_comes_from():

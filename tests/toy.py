@@ -17,6 +17,11 @@ ARCH = replace(
     num_attention_heads=2,
     intermediate_size=64,
 )
+SMALL = (  # words of a run that takes seconds
+    "arch.hidden_size=32 arch.intermediate_size=64 arch.num_hidden_layers=1 "
+    "arch.num_attention_heads=2 data.vocab_size=600 data.seq_length=32 data.heldout=0.3 "
+    "train.batch_size=16 train.eval_rows=32 train.progress=updates"
+).split()
 DATA = 5 + (torch.arange(256)[:, None] + torch.arange(16)) % 12  # rows that count up: easy to learn
 
 

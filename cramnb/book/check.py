@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -139,21 +139,22 @@ def _child(path, names):
     for standard in (1, 2):  # what the file prints and warns is not shown
         os.dup2(nowhere, standard)
 
-    def answer(text):
-        print(json.dumps(text), file=answers, flush=True)
+    def answer(about, text=''):
+        print(json.dumps([about, text]), file=answers, flush=True)
 
     from cramnb.book.numbers import number  # before the time of the reader's file begins
 
-    answer('')
+    answer('ready')
     sys.path.insert(0, str(Path(path).parent))
     try:
         my = read_own(Path(path))
-        answer('')
+        answer('file')
         for name in names:
             lesson, _, folder = name.partition(' ')  # a number is asked for as '3 FOLDER'
-            answer(number(my, int(lesson), folder) if folder else judge(my, name, path))
+            told = number(my, int(lesson), folder) if folder else judge(my, name, path)
+            answer(name, told)
     except BaseException as e:
-        answer(_error(e, path))
+        answer('file', _error(e, path))
     os._exit(0)  # threads of the file do not keep it
 
 
@@ -166,14 +167,23 @@ def _answers(path, names, limit):
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with subprocess.Popen(words, env=env, **pipes) as child:
         try:
-            for i in range(len(names) + 2):
-                timer = threading.Timer(limit if i else 600, child.kill)  # torch may load slowly
+            for about in ('ready', 'file', *names):
+                slow = about == 'ready'  # torch loads
+                timer = threading.Timer(600 if slow else limit, child.kill)
+                timer.daemon = True  # Ctrl-C does not wait for it
                 timer.start()
                 line = child.stdout.readline()
                 timer.cancel()
-                yield json.loads(line) if line else None
+                yield _answer(line, about)
         finally:
             child.kill()
+
+# %% ../../nbs/library/book/check.ipynb #66ccdffd
+def _answer(line, about):
+    "What the child has said about a name; None for a line that is not its own."
+    with suppress(ValueError, TypeError):  # a file may write what it likes, or fork
+        name, text = json.loads(line)
+        return text if name == about else None
 
 # %% ../../nbs/library/book/check.ipynb #ef982e0b
 def _judged(path, chapters, limit):
@@ -211,9 +221,10 @@ def check(
         raise CramError(f"{path}: there is no such file. cramnb check --new {path} writes one.")
     try:
         own = _defined(ast.parse(path.read_bytes()))
-    except (SyntaxError, ValueError) as e:
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
         where = f', line {e.lineno}' if getattr(e, 'lineno', None) else ''
-        raise CramError(f"{path}{where}: this is not Python: {getattr(e, 'msg', e)}.") from None
+        why = getattr(e, 'msg', '') or str(e) or 'it is too deep'
+        raise CramError(f"{path}{where}: this is not Python: {why}.") from None
     chapters = asked()
     told = _judged(
         path.resolve(), {c: [n for n in names if n in own] for c, names in chapters.items()}, limit

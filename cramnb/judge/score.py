@@ -232,7 +232,7 @@ def _spell(task, answer):
 # %% ../../nbs/library/judge/score.ipynb #981a9af5
 def evaluate_checkpoint(
     checkpoint: str | Path,  # Hugging Face folder or hub name
-    tasks: list[tuple],  # (Task, rows of each split, remark), from `exams.load_tasks`
+    tasks: list[tuple],  # (Task, rows of each split, remark), from `load_tasks`
     ev: Eval,  # the protocol
     folder: Path,  # finished trials are kept here and not run again
     seed: int = 0,  # of the first trial; the next ones count up

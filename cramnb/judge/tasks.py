@@ -2,8 +2,8 @@
 
 What is asked, how answers are counted, and the rows. `TASKS` has a record for each task, `score`
 computes six metrics without a download, `local_suite` makes three tasks from held-out text,
-`own_task` one from the reader's own table, and `load_tasks` reads what an evaluation names, checks
-every row, and remarks on splits that are not whole.
+`own_task` one from the reader's own table, and `load_tasks` reads what an evaluation names. Every
+row is checked, and `remark_on` names splits that are not whole.
 
 Docs: https://cramnb.github.io/cramnb/library/judge/tasks.html.md"""
 
@@ -11,11 +11,10 @@ Docs: https://cramnb.github.io/cramnb/library/judge/tasks.html.md"""
 
 # %% auto #0
 __all__ = ['TASKS', 'GLUE', 'LOCAL', 'METRICS', 'PUBLISHED_TASKS', 'PUBLISHED', 'Task', 'task_names', 'score', 'baseline',
-           'sentences', 'scramble', 'replace_words', 'local_suite', 'read_table', 'hold_out', 'own_task', 'load_folder',
-           'load_hub', 'check_rows', 'load_tasks']
+           'sentences', 'scramble', 'replace_words', 'local_suite', 'hold_out', 'own_task', 'load_folder', 'load_hub',
+           'remark_on', 'load_tasks']
 
 # %% ../../nbs/library/judge/tasks.ipynb #339adb13
-import codecs
 import csv
 import gzip
 import io
@@ -30,10 +29,11 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+from pyarrow import parquet
 from scipy import stats
 from sklearn import metrics as sk
 
-from ..core import CramError, nearest, printable
+from ..core import CramError, Missing, nearest, printable
 from ..options import Eval
 
 # %% ../../nbs/library/judge/tasks.ipynb #32ae58cc
@@ -63,6 +63,7 @@ _pair = ('sentence1', 'sentence2')
 _yes_no = dict(labels=('entailment', 'not_entailment'))
 _true = dict(labels=('False', 'True'), hub='aps/super_glue')
 _three = ('entailment', 'neutral', 'contradiction')
+_cb = ('entailment', 'contradiction', 'neutral')
 TASKS = dict(
     cola=Task(('sentence',), 2, ('matthews',), (8_551, 1_043)),
     sst2=Task(('sentence',), 2, ('accuracy',), (67_349, 872)),
@@ -74,21 +75,12 @@ TASKS = dict(
     rte=Task(_pair, 2, ('accuracy',), (2_490, 277), **_yes_no),
     wnli=Task(_pair, 2, ('accuracy',), (635, 71), in_mean=False),
     boolq=Task(('question', 'passage'), 2, ('accuracy',), (9_427, 3_270), **_true),
-    cb=Task(
-        _nli,
-        3,
-        ('macro_f1', 'accuracy'),
-        (250, 56),
-        ('entailment', 'contradiction', 'neutral'),
-        hub='aps/super_glue',
-    ),
+    cb=Task(_nli, 3, ('macro_f1', 'accuracy'), (250, 56), _cb, hub='aps/super_glue'),
     wic=Task(('word', *_pair), 2, ('accuracy',), (5_428, 638), **_true),
     acceptability=Task(('sentence',), 2, ('matthews', 'accuracy')),
     order=Task(_pair, 2, ('accuracy', 'f1')),
     similarity=Task(_pair, 1, ('pearson', 'spearman')),
 )
-
-# %% ../../nbs/library/judge/tasks.ipynb #685e72af
 TASKS = {name: replace(task, name=name) for name, task in TASKS.items()}
 GLUE, LOCAL = tuple(TASKS)[:9], tuple(TASKS)[-3:]
 
@@ -105,10 +97,6 @@ def task_names(
         raise CramError(f"eval.tasks={problem}: choose from {', '.join(TASKS)}.{hint}")
     return names
 
-# %% ../../nbs/library/judge/tasks.ipynb #971fc3d7
-def _accuracy(references, predictions):
-    return (references == predictions).mean()
-
 # %% ../../nbs/library/judge/tasks.ipynb #df1996d8
 def _correlation(kind, references, predictions):
     "Pearson or Spearman; a constant column correlates with nothing, which counts as 0."
@@ -118,24 +106,13 @@ def _correlation(kind, references, predictions):
 
 # %% ../../nbs/library/judge/tasks.ipynb #f2286e43
 METRICS = dict(  # each takes references and predictions
-    accuracy=_accuracy,
+    accuracy=sk.accuracy_score,
     f1=partial(sk.f1_score, zero_division=0),
     macro_f1=partial(sk.f1_score, average='macro', zero_division=0),
     matthews=sk.matthews_corrcoef,
     pearson=partial(_correlation, stats.pearsonr),
     spearman=partial(_correlation, stats.spearmanr),
 )
-
-# %% ../../nbs/library/judge/tasks.ipynb #b628ce44
-def _column(kind, values):
-    "An array of numbers. Raises CramError naming the first value that is none."
-    column = np.asarray(values)
-    if column.dtype.kind not in 'biuf':
-        odd = [v for v in column.ravel().tolist() if not isinstance(v, (int, float))]
-        raise CramError(
-            f"The {kind} hold {(odd or [None])[0]!r}: give numbers, a class as its index."
-        )
-    return column
 
 # %% ../../nbs/library/judge/tasks.ipynb #fc9eafff
 def score(
@@ -147,7 +124,7 @@ def score(
     if name not in METRICS:
         hint = nearest(name, METRICS)
         raise CramError(f"{name!r} is not a metric: choose from {', '.join(METRICS)}.{hint}")
-    p, r = _column('predictions', predictions), _column('references', references)
+    p, r = np.asarray(predictions), np.asarray(references)
     if len(p) != len(r) or not len(p):
         raise CramError(f"{len(p):,} predictions for {len(r):,} references: give one for each row.")
     if not (np.isfinite(p).all() and np.isfinite(r).all()):
@@ -180,14 +157,13 @@ def sentences(
     text: str,  # a document
 ) -> list[str]:  # of 5 to 30 words, mostly letters
     "Split prose into sentences and leave out what is not one."
-    parts = re.split(r'(?<=[.!?])\s+(?=[A-Z])', ' '.join(text.split()))
-    return [p for p in parts if 5 <= len(p.split()) <= 30 and _is_prose(p)]
-
-# %% ../../nbs/library/judge/tasks.ipynb #f0ba5302
-def _is_prose(part):
-    "Capital first, a mark at the end, letters between."
-    letters = sum(c.isalpha() or c == ' ' for c in part)
-    return part[:1].isupper() and part[-1:] in '.!?' and letters > 0.85 * len(part)
+    found = []
+    for part in re.split(r'(?<=[.!?])\s+(?=[A-Z])', ' '.join(text.split())):
+        letters = sum(c.isalpha() or c == ' ' for c in part)
+        whole = part[:1].isupper() and part[-1:] in '.!?'
+        if whole and 5 <= len(part.split()) <= 30 and letters > 0.85 * len(part):
+            found.append(part)
+    return found
 
 # %% ../../nbs/library/judge/tasks.ipynb #48983287
 def scramble(
@@ -228,9 +204,10 @@ def _suite_rows(documents, rng):
     one = [(scramble(s, rng) if bad else s, int(not bad)) for s, bad in zip(singles, spoilt)]
     two = [(b, a, 0) if turned else (a, b, 1) for (a, b), turned in zip(pairs, swapped)]
     three = [(s, new, label) for s, (new, label) in zip(singles, changed)]
-    columns = {name: (*TASKS[name].fields, 'label') for name in LOCAL}
-    rows = dict(zip(LOCAL, (one, two, three)))
-    return {name: [dict(zip(columns[name], r)) for r in rows[name]] for name in LOCAL}
+    rows = {}
+    for name, answers in zip(LOCAL, (one, two, three)):
+        rows[name] = [dict(zip((*TASKS[name].fields, 'label'), row)) for row in answers]
+    return rows
 
 # %% ../../nbs/library/judge/tasks.ipynb #ef311bad
 def local_suite(
@@ -266,16 +243,11 @@ def _pieces(documents, size=6):
 # %% ../../nbs/library/judge/tasks.ipynb #104e46cf
 def _read_text(path):
     "All of a text file, compressed or not, without its byte-order mark. Raises CramError."
-    raw = b''
     try:
         raw = path.read_bytes()
-        if raw[:2] == b'\x1f\x8b':
-            raw = gzip.decompress(raw)
-        return raw.decode('utf-8-sig')
+        return (gzip.decompress(raw) if raw[:2] == b'\x1f\x8b' else raw).decode('utf-8-sig')
     except UnicodeDecodeError as e:
-        marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        kind = 'utf-16' if raw.startswith(marks) else 'latin1'
-        problem = f'is not text in UTF-8 (byte {e.start:,}): `iconv -f {kind} -t utf-8` converts it'
+        problem = f'is not text in UTF-8 (byte {e.start:,}): `iconv` converts it'
     except (OSError, EOFError, zlib.error) as e:
         problem = f'cannot be read: {e}'
     raise CramError(f"{path} {problem}.")
@@ -283,95 +255,67 @@ def _read_text(path):
 # %% ../../nbs/library/judge/tasks.ipynb #9bfa4e29
 def _short(value):
     "The beginning of a value from outside, for a message of one line."
-    if isinstance(value, str):
-        value = value.strip()
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # Python prints no whole number of 4,301 digits
-        text = f'a huge {type(value).__name__}'
+    text = repr(value)
     return printable(text if len(text) < 70 else f'{text[:60]} …')
-
-# %% ../../nbs/library/judge/tasks.ipynb #219024cb
-def _is_text(
-    value,  # from outside
-) -> bool:
-    "Is it text that a tokenizer can read? JSON can hold half of a surrogate pair, UTF-8 cannot."
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
 
 # %% ../../nbs/library/judge/tasks.ipynb #ef264484
 def _read_json(path):
-    "JSON lines, or one JSON list. Raises CramError with the line that is none."
+    "JSON lines, or one JSON list. Raises CramError for what is neither."
     text, rows = _read_text(path), []
-    is_list = '.json' in path.suffixes and text.lstrip().startswith('[')
-    for n, line in enumerate([text] if is_list else text.split('\n'), 1):
-        if not line.strip():
+    is_list = text.lstrip().startswith('[')
+    for n, part in enumerate([text] if is_list else text.split('\n'), 1):
+        if not part.strip():
             continue
-        problem = 'is no object with keys'
         try:
-            found = json.loads(line)
+            found = json.loads(part)
+            json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
         except (ValueError, RecursionError):
-            found, problem = None, 'is not JSON'
-        found = found if is_list else [found]
-        if found is None or any(not isinstance(row, dict) for row in found):
-            raise CramError(f"{path}, line {n}, {problem}: {_short(line)}.")
-        rows += found
+            told = f'line {n}, is not JSON that UTF-8 can hold: {_short(part.strip())}'
+            raise CramError(f"{path}, {told}.") from None
+        rows += found if is_list else [found]
+    odd = [row for row in rows if not isinstance(row, dict)]
+    if odd:
+        raise CramError(f"{path} holds {_short(odd[0])}, which is no object with keys.")
     return rows
 
 # %% ../../nbs/library/judge/tasks.ipynb #c7603ba7
 def _read_csv(path):
-    "A table with a header. Raises CramError for a line that does not fit it."
+    "A table with a header. Raises CramError for a row that does not fit it."
     text = _read_text(path)
-    first = text.partition('\n')[0]
-    mark = '\t' if '.tsv' in path.suffixes else max(',;', key=first.count)
-    reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=mark)
-    rows, problem = [], ''
+    mark = '\t' if '.tsv' in path.suffixes else max(',;', key=text.partition('\n')[0].count)
     before = csv.field_size_limit(2**31 - 1)  # of the whole process: put back
     try:
-        for row in reader:
-            rows.append(row)
-            if any(row.pop(None, ())):
-                problem = 'has more columns than the header: are quotes lost?'
-                break
+        rows = list(csv.DictReader(io.StringIO(text, newline=''), delimiter=mark))
     except csv.Error as e:
-        problem = f'is no line of a table: {e}'
+        raise CramError(f"{path} is no table: {e}.") from None
     finally:
         csv.field_size_limit(before)
-    if problem:
-        raise CramError(f"{path}, line {reader.line_num}, {problem}")
+    wide = [n for n, row in enumerate(rows, 1) if any(row.pop(None, ()))]
+    if wide:
+        told = f'row {wide[0]} has more columns than the header: are quotes lost?'
+        raise CramError(f"{path}: {told}")
     return rows
 
 # %% ../../nbs/library/judge/tasks.ipynb #ba7bff50
-def _read_binary(path):
-    "Parquet or Arrow, through the libraries that write them. Raises CramError for a damaged file."
-    import datasets
-    from pyarrow import parquet
-
+def _read_parquet(path):
+    "The libraries that write it read it. Raises CramError for a damaged file."
     try:
-        if path.suffix == '.arrow':
-            return datasets.Dataset.from_file(str(path)).to_list()
         return parquet.read_table(path).to_pylist()
     except Exception as e:  # damaged bytes raise half a dozen kinds of errors
         raise CramError(f"{path} cannot be read: {_short(str(e) or type(e).__name__)}.") from None
 
-# %% ../../nbs/library/judge/tasks.ipynb #35fc91b3
-_read = dict(jsonl=_read_json, json=_read_json, csv=_read_csv, tsv=_read_csv)
-_FORMATS = _read | dict(parquet=_read_binary, arrow=_read_binary)
-
 # %% ../../nbs/library/judge/tasks.ipynb #ef9a4609
-def read_table(
-    path: str | Path,  # .csv, .tsv, .jsonl, .json (each also with .gz), .parquet or .arrow
-) -> list[dict]:  # one dict for each row
-    "Read a table. Raises CramError, or FileNotFoundError."
+def _read_table(path):
+    "Rows of a table, one dict each. Raises CramError."
     path = Path(path).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(f"eval.files={path}: there is no such file.")
+        raise Missing(f"eval.files={path}: there is no such file.")
+    readers = dict(jsonl=_read_json, json=_read_json, csv=_read_csv, tsv=_read_csv)
+    readers['parquet'] = _read_parquet
     kind = path.name.removesuffix('.gz').rpartition('.')[2].lower()
-    if kind not in _FORMATS:
+    if kind not in readers:
         raise CramError(f"eval.files={path}: give .csv, .tsv or .jsonl (or .json), also with .gz.")
-    return _FORMATS[kind](path)
+    return readers[kind](path)
 
 # %% ../../nbs/library/judge/tasks.ipynb #489c3fec
 def _number_of(value):
@@ -383,18 +327,16 @@ def _number_of(value):
 # %% ../../nbs/library/judge/tasks.ipynb #5080ab23
 def _label_of(task, label, where):
     "'entailment', true or '4.2' as the number that a model learns. Raises CramError."
-    if not isinstance(label, (list, dict)) and str(label) in task.labels:
+    if str(label) in task.labels:
         return task.labels.index(str(label))
     number = _number_of(label)
     if number is not None and task.num_labels == 1 and (number >= 0 or not task.hub):
         return number  # of STS-B, -1 means that it has none
     if number in range(task.num_labels):
         return int(number)
-    problem = 'no number'
-    if task.num_labels > 1:
-        names = ', '.join(task.labels) or f'0 to {task.num_labels - 1}'
-        problem = f'none of {names}'
-    raise CramError(f"Task {task.name}, {where}: the label {_short(label)} is {problem}.")
+    names = ', '.join(task.labels) or f'0 to {task.num_labels - 1}'
+    known = f'none of {names}' if task.num_labels > 1 else 'no number'
+    raise CramError(f"{where}: the label {_short(label)} is {known}.")
 
 # %% ../../nbs/library/judge/tasks.ipynb #b66eafaa
 def hold_out(
@@ -416,12 +358,17 @@ def own_task(
     label_column: str = 'label',  # classes or values; a list of tags makes a task of words
     seed: int = 0,  # of the rows that are held out where there is one file
 ) -> tuple[Task, dict[str, list[dict]], str]:  # task, splits, remark
-    "Make a task from the reader's own table. Raises CramError, or FileNotFoundError."
+    "Make a task from the reader's own table. Raises CramError."
     single = Path(files).expanduser().is_file()  # its name may hold a comma
     paths = [str(files)] if single else [p.strip() for p in str(files).split(',') if p.strip()]
     if len(paths) not in (1, 2):
         raise CramError(f"eval.files={files}: give a training file, or training,evaluation file.")
-    tables = [_own_table(path, label_column) for path in paths]
+    tables = [_read_table(path) for path in paths]
+    for path, rows in zip(paths, tables):
+        _check_columns(f'eval.files={path}', rows, [label_column])
+        lost = [n for n, row in enumerate(rows, 1) if row.get(label_column) in (None, '')]
+        if lost:
+            raise CramError(f"eval.files={path}: row {lost[0]} has no {label_column}.")
     remark = ''
     if len(tables) == 1:
         if len(tables[0]) < 10:
@@ -430,41 +377,32 @@ def own_task(
         held = hold_out(dict(train=tables[0]), seed)
         tables = [held['train'], held['tune']]
         remark = 'every tenth row of the file, drawn at random, is held out for evaluation'
-    labels = [row[label_column] for rows in tables for row in rows]
     name = Path(paths[0]).name.split('.')[0]
-    task = _describe(name, tables[0][0], labels, metric, text_columns, label_column)
-    _check_columns(f'eval.files={paths[-1]}', tables[1], task.fields)
-    train, dev = ([_own_row(task, row, label_column) for row in table] for table in tables)
-    return task, dict(train=train, dev=dev), remark
-
-# %% ../../nbs/library/judge/tasks.ipynb #27e32d89
-def _own_table(path, label_column):
-    "Rows that all have a label. Raises CramError."
-    rows = read_table(path)
-    _check_columns(f'eval.files={path}', rows, [label_column])
-    lost = [n for n, row in enumerate(rows, 1) if row.get(label_column) in (None, '')]
-    if lost:
-        raise CramError(f"eval.files={path}: row {lost[0]} has no {label_column}.")
-    return rows
+    task = _describe(name, sum(tables, []), metric, text_columns, label_column)
+    return task, _checked(task, dict(zip(('train', 'dev'), tables)), label_column), remark
 
 # %% ../../nbs/library/judge/tasks.ipynb #79b5f540
 def _check_columns(where, rows, wanted):
+    "Raises CramError for a table without rows or without a column."
     if not rows:
         raise CramError(f"{where}: there are no rows.")
-    missing = [c for c in wanted if c not in rows[0]]
+    missing = [c for c in wanted if c not in rows[0] and _OTHERS.get(c) not in rows[0]]
     if missing:
         raise CramError(f"{where}: no column {', '.join(missing)}; it has {', '.join(rows[0])}.")
 
 # %% ../../nbs/library/judge/tasks.ipynb #564859d3
-def _describe(name, row, labels, metric, text_columns, label_column):
+def _describe(name, rows, metric, text_columns, label_column):
     "The `Task` of a table: what the labels are decides. Raises CramError."
+    labels = [row[label_column] for row in rows]
     per_token = isinstance(labels[0], list)
     mixed = [v for v in labels if isinstance(v, list) != per_token]
     if mixed:
         other = f'others with {_short(mixed[0])}'
         raise CramError(f"{name}: some rows are labelled with a list of tags, {other}.")
-    fields = _fields(row, text_columns, label_column, per_token)
-    real = not per_token and _are_values(labels, metric, label_column)
+    fields = _fields(rows[0], text_columns, label_column, per_token)
+    numbers = [_number_of(v) for v in labels]
+    real = None not in numbers  # a value rather than the number of a class?
+    real &= metric in ('pearson', 'spearman') or any(v and v % 1 for v in numbers)
     tags = [t for v in labels for t in v if t != -100] if per_token else labels
     classes = () if real else _classes(tags, len(labels), label_column)
     metric = _metric(metric, real, len(classes))
@@ -477,44 +415,24 @@ def _fields(row, text_columns, label_column, per_token):
     columns = [c.strip() for c in text_columns.split(',') if c.strip()]
     if label_column in columns:
         raise CramError(f"eval.text_columns={text_columns}: {label_column} holds the answers.")
-    lost = [c for c in columns if c not in row]
+    _check_columns(f'eval.text_columns={text_columns}', [row], columns)
+    others = [c for c in row if c not in (label_column, 'idx', 'id')]
+    lists = [c for c in others if per_token and isinstance(row[c], list)]
+    words = [c for c in lists if all(isinstance(word, str) for word in row[c])]
+    columns = columns or words or [c for c in others if isinstance(row[c], str)]
     if not columns:
-        others = [c for c in row if c not in (label_column, 'idx', 'id')]
-        lists = [c for c in others if per_token and isinstance(row[c], list)]
-        words = [c for c in lists if all(isinstance(word, str) for word in row[c])]
-        columns = words or [c for c in others if isinstance(row[c], str)]
-    if lost or not columns:
-        there = f"no column {', '.join(lost) or 'of text'}; there are {', '.join(row)}"
-        raise CramError(f"eval.text_columns={text_columns}: {there}.")
+        raise CramError(f"eval.files: there is no column of text in {', '.join(row)}.")
     return tuple(columns[:1] if per_token else columns)
-
-# %% ../../nbs/library/judge/tasks.ipynb #ta0value
-def _are_values(labels, metric, label_column):
-    "Is every label a number, and a value rather than the number of a class? Raises CramError."
-    values = [_number_of(v) for v in labels]
-    correlation = metric in ('pearson', 'spearman')
-    if None not in values:
-        return correlation or any(v % 1 for v in values)
-    if correlation and any(v is not None for v in values):
-        odd = _short(labels[values.index(None)])
-        raise CramError(f"eval.metric={metric} needs numbers, but {label_column} holds {odd}.")
-    return False
 
 # %% ../../nbs/library/judge/tasks.ipynb #82ba061f
 def _classes(tags, rows, label_column):
     "Names of the classes, numbers in their order before words. Raises CramError."
     names = {str(t) for t in tags}
-    odd = [n for n in names if not _is_text(n)]
-    if odd:
-        raise CramError(f"eval.files: {label_column} holds {_short(odd[0])}, which is no text.")
-    numbers = [n for n in names if _number_of(n) is not None]
     if not 2 <= len(names) <= max(20, rows // 2):
-        problem = (
-            f'is {label_column} the column of labels?' if len(names) > 1 else 'nothing to learn'
-        )
-        raise CramError(f"eval.files: {len(names):,} different labels in {rows:,} rows; {problem}")
-    numbers.sort(key=lambda n: (_number_of(n), n))
-    return (*numbers, *sorted(names.difference(numbers)))
+        doubt = f'is {label_column} the column of labels?' if names else 'nothing is asked'
+        raise CramError(f"eval.files: {len(names):,} different labels in {rows:,} rows; {doubt}")
+    numbers = {name: _number_of(name) for name in names}
+    return tuple(sorted(names, key=lambda n: (numbers[n] is None, numbers[n] or 0, n)))
 
 # %% ../../nbs/library/judge/tasks.ipynb #2fcc1820
 def _metric(metric, real, classes):
@@ -528,36 +446,51 @@ def _metric(metric, real, classes):
     return metric or fit[0]
 
 # %% ../../nbs/library/judge/tasks.ipynb #26f3caf3
-def _own_row(task, row, label_column):
-    "The texts of a row, and its label as a number. Raises CramError."
-    out, label, problem = {}, row[label_column], ''
-    kind, want = (list, 'a list of words') if task.per_token else (str, 'a text')
+def _read_row(task, row, where, label_column):
+    "The texts of a row, and its label as a number, if it has one. Raises CramError."
+    out = {}
     for field in task.fields:
-        value = row.get(field)
-        out[field] = str(value) if isinstance(value, (int, float)) else value
-        words = out[field] if isinstance(out[field], list) else [out[field]]
-        if not isinstance(out[field], kind) or not all(map(_is_text, words)):
-            problem = f'{_short(value)} in its column {field}, where {want} is expected'
-    words = len(out[field]) if task.per_token and not problem else 0
-    if task.per_token and not problem and len(label) != words:
-        problem = f'{words} words and {len(label)} labels'
-    if problem:
-        raise CramError(f"A row of {task.name} has {problem}.")
+        out[field] = row.get(field, row.get(_OTHERS.get(field)))
+        if not task.hub and isinstance(out[field], (int, float)):
+            out[field] = str(out[field])  # in a table of one's own a number is a text
+        words = out[field] if task.per_token else [out[field]]
+        if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
+            want = 'a list of words' if task.per_token else 'a text'
+            raise CramError(f"{where}: its column {field} holds {_short(words)}, not {want}.")
+    if not label_column:
+        return out
+    label = row.get(label_column)
     if not task.per_token:
-        return out | dict(label=_label_of(task, label, 'a row'))
+        return out | dict(label=_label_of(task, label, where))
+    if len(label) != len(words):
+        raise CramError(f"{where}: {len(words)} words and {len(label)} labels.")
     return out | dict(label=[t if t == -100 else task.labels.index(str(t)) for t in label])
+
+# %% ../../nbs/library/judge/tasks.ipynb #a26da446
+def _checked(task, splits, label_column='label'):
+    "Rows with the columns of a task and labels as numbers, in tests none. Raises CramError."
+    found = {}
+    for split, rows in splits.items():
+        where, label = f'Task {task.name}, split {split}', label_column
+        if split.startswith('test'):
+            label = ''
+        _check_columns(where, rows, [*task.fields, label] if label else task.fields)
+        found[split] = [
+            _read_row(task, row, f'{where}, row {n}', label) for n, row in enumerate(rows)
+        ]
+    return found
 
 # %% ../../nbs/library/judge/tasks.ipynb #e978d1c0
 def _task_folder(
     name: str,  # of a task
     glue_dir: str | Path,  # where to look
 ) -> Path:  # glue_dir/sst2, or SST-2, as GLUE spells it
-    "Find the folder of a task, whatever its capitals and hyphens. Raises FileNotFoundError."
+    "Find the folder of a task, whatever its capitals and hyphens. Raises CramError."
     root = Path(glue_dir).expanduser()
     for p in sorted(root.iterdir()) if root.is_dir() else ():
         if p.is_dir() and re.sub('[^a-z0-9]', '', p.name.lower()) == name:
             return p
-    raise FileNotFoundError(f"eval.glue_dir={glue_dir}: there is no folder {name} in it.")
+    raise Missing(f"eval.glue_dir={glue_dir}: there is no folder {name} in it.")
 
 # %% ../../nbs/library/judge/tasks.ipynb #c8496e9f
 _SPLITS = dict(  # our names, and those of files
@@ -568,7 +501,7 @@ _SPLITS = dict(  # our names, and those of files
     test_mismatched=('test_mismatched',),
 )
 _singles = '.jsonl.gz .jsonl .json.gz .json .tsv .tsv.gz .csv .csv.gz .parquet'.split()
-_ENDINGS = (*_singles, '-*-of-*.parquet', '/*.parquet', '/*.arrow')  # the last three: many parts
+_ENDINGS = (*_singles, '-*-of-*.parquet', '/*.parquet')  # the last two: many parts
 
 # %% ../../nbs/library/judge/tasks.ipynb #6c0f3dbe
 def _find(folder, stems):
@@ -581,24 +514,7 @@ def _find(folder, stems):
     return []
 
 # %% ../../nbs/library/judge/tasks.ipynb #17057651
-_other = dict(sentence1='premise', sentence2='hypothesis')  # SuperGLUE has these names in RTE
-_OTHERS = _other | {b: a for a, b in _other.items()}
-
-# %% ../../nbs/library/judge/tasks.ipynb #ex0numbe
-def _numbered(task, split, rows):
-    "Rows with the field names and the whole numbers of `nyu-mll/glue`. Raises CramError."
-    out = []
-    for n, row in enumerate(rows):
-        row = dict(row)
-        for field in task.fields:
-            other = _OTHERS.get(field)
-            if field not in row and other in row:
-                row[field] = row[other]
-        hidden = split.startswith('test') and str(row.get('label')) in ('None', '-1', '-1.0', '')
-        if 'label' in row and not hidden:
-            row['label'] = _label_of(task, row['label'], f'split {split}, row {n}')
-        out.append(row)
-    return out
+_OTHERS = dict(sentence1='premise', sentence2='hypothesis')  # SuperGLUE has these names in RTE
 
 # %% ../../nbs/library/judge/tasks.ipynb #42fc060a
 _TSV = {name: (*TASKS[name].fields, 'label') for name in GLUE}  # columns of GLUE's own files
@@ -608,46 +524,41 @@ _TSV['stsb'] = ('sentence1', 'sentence2', 'score')
 _TSV['mnli'] = ('sentence1', 'sentence2', 'gold_label')
 
 # %% ../../nbs/library/judge/tasks.ipynb #7de37bf5
-def _read_tsv(task, path, split):
+def _read_tsv(task, path, test):
     "Rows of one of GLUE's own files, which are no CSV: quotes mean nothing. Raises CramError."
-    lines = [line.rstrip('\r') for line in _read_text(path).split('\n') if line.strip()]
-    header, *table = [line.split('\t') for line in lines] or [[]]
-    if task.name == 'cola' and 'sentence' not in header and len(header) == 4:
-        header, table = ['source', 'label', 'mark', 'sentence'], [header, *table]
     if task.name not in _TSV:
         raise CramError(f"{path}: {task.name} is read from JSON lines, not from a table.")
-    test = split.startswith('test')
+    table = [s.rstrip('\r').split('\t') for s in _read_text(path).split('\n') if s.strip()]
+    if task.name == 'cola' and table and 'sentence' not in table[0] and len(table[0]) == 4:
+        table.insert(0, ['source', 'label', 'mark', 'sentence'])
     columns = _TSV[task.name][:-1] if test else _TSV[task.name]
-    _check_columns(path, [dict.fromkeys(header)], columns)
-    places, names = [header.index(c) for c in columns], (*task.fields, 'label')
-    rows = []
-    for n, cells in enumerate(table):
-        full = cells + [''] * len(header)
-        values = [full[i] for i in places]
-        if test or all(values):  # a server counts the rows of a test, so none is left out
-            rows.append(dict(zip(names, values), idx=n))
-    return rows
+    rows = [dict(zip(table[0], cells)) for cells in table]  # the first is the header itself
+    _check_columns(path, rows, columns)
+    rows = [[row.get(c, '') for c in columns] for row in rows[1:]]
+    full = [values for values in rows if test or all(values)]  # a server counts the rows of a test
+    return [dict(zip((*task.fields, 'label'), values)) for values in full]
 
 # %% ../../nbs/library/judge/tasks.ipynb #8c163351
 def load_folder(
     name: str,  # of a task
-    glue_dir: str | Path,  # one folder for each task: JSON lines, GLUE's own _TSV, hub's parquet
+    glue_dir: str | Path,  # one folder for each task: JSON lines, GLUE's own tables, parquet
 ) -> dict[str, list[dict]]:  # 'train', 'dev', and where there are any the others of _SPLITS
-    "Read a task from files. Raises FileNotFoundError, or CramError for what cannot be read."
+    "Read a task from files. Raises CramError."
     task, folder, found = TASKS[name], _task_folder(name, glue_dir), {}
     for split, stems in _SPLITS.items():
         if 'mismatched' in split and not task.extra:
             continue
-        paths, rows = _find(folder, stems), []
-        for p in paths:
-            rows += _read_tsv(task, p, split) if '.tsv' in p.suffixes else read_table(p)
+        paths, test = _find(folder, stems), split.startswith('test')
         if paths:
-            found[split] = _numbered(task, split, rows)
-        elif not split.startswith('test'):
+            tables = [
+                _read_tsv(task, p, test) if '.tsv' in p.suffixes else _read_table(p) for p in paths
+            ]
+            found[split] = sum(tables, [])
+        elif not test:
             names = ', '.join(f'{s}.jsonl(.gz)' for s in stems)
             other = 'and no .tsv, .json, .csv or .parquet of these names'
-            raise FileNotFoundError(f"{folder} holds none of {names}, {other}.")
-    return found
+            raise Missing(f"{folder} holds none of {names}, {other}.")
+    return _checked(task, found)
 
 # %% ../../nbs/library/judge/tasks.ipynb #166313d4
 def load_hub(
@@ -669,32 +580,24 @@ def load_hub(
         there = [t for t in theirs if t in got]
         if there:
             found[ours] = got[there[0]].to_list()
-    return found
+    return _checked(TASKS[name], found)
 
 # %% ../../nbs/library/judge/tasks.ipynb #ffed5993
-def check_rows(
-    task: Task,  # what is expected
+def remark_on(
+    task: Task,  # how many rows are expected
     splits: dict[str, list[dict]],  # as loaded
-) -> str:  # a remark for the report, or the empty string
-    "Check columns, texts and labels; remark on a split that is not whole. Raises CramError."
-    for split, rows in splits.items():
-        where, test = f'split {split}', split.startswith('test')
-        wanted = task.fields if test else (*task.fields, 'label')
-        _check_columns(f'Task {task.name}, {where}', rows, wanted)
-        for n, row in enumerate(rows):
-            odd = [f for f in task.fields if not _is_text(row.get(f))]
-            if odd:
-                problem = f'{odd[0]} holds {_short(row.get(odd[0]))}, not text'
-                raise CramError(f"Task {task.name}, {where}, row {n}: {problem}.")
-            if not test:
-                _label_of(task, row.get('label'), f'{where}, row {n}')
+) -> str:  # for the report, or the empty string
+    "Remark on splits that are not whole, and on so few rows that luck decides."
     notes = []
     for split, kind, want in zip(('train', 'dev'), ('training', 'evaluation'), task.rows):
         got = len(splits[split])
         if want not in (0, got):
             notes.append(f"{got:,} {'of' if got < want else 'instead of'} {want:,} {kind} rows")
-    unlike = 'not comparable with published scores'
-    return f"{task.name}: {' and '.join(notes)}; {unlike}" if notes else ''
+    notes = [' and '.join(notes), 'not comparable with published scores'] if notes else []
+    judged = len(splits['dev'])
+    if judged < 100:
+        notes.append(f'judged on {judged} rows, one row is {100 / judged:.1f} points')
+    return f'{task.name}: {"; ".join(notes)}' if notes else ''
 
 # %% ../../nbs/library/judge/tasks.ipynb #68ce2c63
 def load_tasks(
@@ -704,29 +607,30 @@ def load_tasks(
 ) -> list[tuple[Task, dict[str, list[dict]], str]]:  # task, splits, remark
     "Load what the protocol names: your own table, or tasks. Raises what they raise."
     if ev.files:
-        return [own_task(ev.files, ev.metric, ev.text_columns, ev.label_column, seed)]
+        loaded = [own_task(ev.files, ev.metric, ev.text_columns, ev.label_column, seed)]
+    else:
+        loaded = _load_named(ev, suite)
+    out = []
+    for task, splits, remark in loaded:
+        remarks = remark_on(task, splits), remark
+        out.append((task, splits, '; '.join(filter(None, remarks))))
+    return out
+
+# %% ../../nbs/library/judge/tasks.ipynb #ex0toolt
+def _load_named(ev, suite):
+    "Tasks of GLUE, SuperGLUE and the local suite; the first one carries what is left out."
     names = task_names(ev.tasks)
     if suite is None and set(names) & set(LOCAL):
         raise CramError(f"{ev.tasks}: made from held-out text of a corpus, and none is at hand.")
     lost = [n for n in names if n in LOCAL and n not in suite]
+    remark = f'too little held-out prose for {", ".join(lost)}' if lost else ''
     if lost == names:
-        raise CramError(f"{_too_little(lost)}: raise data.heldout or give more text.")
-    loaded, remark = [], _too_little(lost)
+        raise CramError(f"{remark}: raise data.heldout or give more text.")
+    loaded = []
     for name in [n for n in names if n not in lost]:
         if name in LOCAL:
             splits = suite[name]
         else:
             splits = load_folder(name, ev.glue_dir) if ev.glue_dir else load_hub(name)
-        remarks = (check_rows(TASKS[name], splits), _few(name, len(splits['dev'])), remark)
-        loaded.append((TASKS[name], splits, '; '.join(filter(None, remarks))))
-        remark = ''  # once is enough
+        loaded.append((TASKS[name], splits, '' if loaded else remark))
     return loaded
-
-# %% ../../nbs/library/judge/tasks.ipynb #ex0few01
-def _few(name, rows):
-    "A remark on an exam that is so short that luck decides."
-    return f'{name}: judged on {rows} rows, one row is {100 / rows:.1f} points' * (rows < 100)
-
-# %% ../../nbs/library/judge/tasks.ipynb #ex0toolt
-def _too_little(names):
-    return f'too little held-out prose for {", ".join(names)}' if names else ''

@@ -13,13 +13,11 @@ Docs: https://cramnb.github.io/cramnb/library/model/encoder.html.md"""
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'CHOICES', 'sinusoid', 'Positions', 'make_norm', 'Neighbours', 'Embeddings', 'MLP', 'Layer',
-           'initial_std', 'init_matrix', 'CrammedBertConfig', 'CrammedBertPreTrainedModel', 'visible_pairs', 'mask_for',
-           'check_positions', 'CrammedBertModel']
+           'CrammedBertConfig', 'CrammedBertPreTrainedModel', 'mask_for', 'CrammedBertModel']
 
 # %% ../../nbs/library/model/encoder.ipynb #e48dd2d4
 import difflib
 import math
-import warnings
 from dataclasses import fields
 
 import torch
@@ -86,7 +84,7 @@ class Neighbours(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2, hidden_size))  # of the left and of the right one
 
-    def forward(self, x, pairs=None) -> Tensor:  # (B, T, D); pairs of `visible_pairs`
+    def forward(self, x, pairs=None) -> Tensor:  # (B, T, D); pairs of `_visible_pairs`
         left, right = F.pad(x, (0, 0, 1, -1)), F.pad(x, (0, 0, -1, 1))  # moved by one token
         if pairs is not None:  # padding and other documents are no neighbours
             below, above = (F.pad(pairs[:, 0], (k, -k)).diagonal(0, 1, 2) for k in (1, -1))
@@ -163,30 +161,20 @@ class Layer(GradientCheckpointingLayer):
         x = self.add(x, self.attention_norm, attention, self.attention_out_norm)
         return self.add(x, self.mlp_norm, self.mlp, self.mlp_out_norm)
 
-# %% ../../nbs/library/model/encoder.ipynb #18e1785c
-def initial_std(
-    config: Arch,  # or a configuration; reads init, initializer_range and the sizes
-) -> float:  # standard deviation of fresh matrices
-    "The spread of each scheme of the original's code that draws from a normal distribution."
+# %% ../../nbs/library/model/encoder.ipynb #57d93eb3
+def _init_matrix(weight, config):  # (out, in)
+    "Fill a fresh matrix: orthogonal and stretched, or one of the original's normal distributions."
+    if config.init == 'orthogonal':
+        return init.orthogonal_(weight, gain=math.sqrt(weight.shape[0] / weight.shape[1]))
     D, L = config.hidden_size, config.num_hidden_layers
-    return dict(
+    spread = dict(
         normal=config.initializer_range,
         small=math.sqrt(2 / (5 * D)),
         megatron=math.sqrt(1 / (3 * D)),
         wang=2 / (L * math.sqrt(D)),
         deepnorm=(8 * L) ** -0.25,  # DeepNet's gain, taken as a spread, as there
-    )[config.init]
-
-# %% ../../nbs/library/model/encoder.ipynb #57d93eb3
-def init_matrix(
-    weight: Tensor,  # (out, in), filled in place
-    config: Arch,  # or a configuration; reads init and what `initial_std` reads
-):
-    "Fill a fresh matrix: normal, or orthogonal and stretched by the root of out/in."
-    if config.init == 'orthogonal':
-        init.orthogonal_(weight, gain=math.sqrt(weight.shape[0] / weight.shape[1]))
-    else:
-        init.normal_(weight, 0.0, initial_std(config))
+    )
+    init.normal_(weight, 0.0, spread[config.init])
 
 # %% ../../nbs/library/model/encoder.ipynb #314ea063
 CHOICES = [f.name for f in fields(Arch) if f.name not in ('model_type', 'type_vocab_size')]
@@ -202,20 +190,13 @@ class CrammedBertConfig(PreTrainedConfig):
         self.vocab_size = vocab_size
         for name in CHOICES:
             setattr(self, name, kwargs.pop(name, getattr(Arch, name)))
-        for name in list(kwargs):  # what is left is for transformers, or a slip of the pen
+        for name in () if 'transformers_version' in kwargs else kwargs:  # a saved one may differ
             near = difflib.get_close_matches(name, CHOICES, n=1, cutoff=0.8)
-            if near and not hasattr(PreTrainedConfig, name):
-                problem = f"{name} is not a setting of crammed_bert. Did you mean {near[0]!r}?"
-                if 'transformers_version' not in kwargs:
-                    raise CramError(problem)
-                warnings.warn(f"{problem} It is left out.", stacklevel=2)  # somebody saved it
-                kwargs.pop(name)
+            if near and not hasattr(PreTrainedConfig, name):  # a slip of the pen
+                problem = f"{name} is not a setting of crammed_bert."
+                raise CramError(f"{problem} Did you mean {near[0]!r}?")
         super().__init__(pad_token_id=pad_token_id, **(dict(tie_word_embeddings=True) | kwargs))
         self.check()
-
-    def save_pretrained(self, *args, **kwargs):
-        self.check()  # what would not load is not saved
-        super().save_pretrained(*args, **kwargs)
 
     def check(self):
         "Refuse what no model can be built from."
@@ -244,7 +225,7 @@ class CrammedBertPreTrainedModel(PreTrainedModel):
             if self.config.zero_init_residual and getattr(module, 'is_residual', False):
                 init.zeros_(module.weight)
             else:
-                init_matrix(module.weight, self.config)
+                _init_matrix(module.weight, self.config)
         elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             init.ones_(module.weight)
         elif isinstance(module, Positions) and module.kind == 'scaled-sinusoidal':
@@ -253,12 +234,8 @@ class CrammedBertPreTrainedModel(PreTrainedModel):
             init.zeros_(module.bias)
 
 # %% ../../nbs/library/model/encoder.ipynb #v151b1e0
-def visible_pairs(
-    attention_mask: Tensor
-    | None,  # (B, T), (B, T, T) or (B, 1, T, T), true where a key may be read
-    document_ids: Tensor | None = None,  # (B, T): tokens read those of their own number only
-) -> Tensor:  # bool (B, 1, T, T): true where the query (row) may read the key (column)
-    "Who may read whom. Each token sees itself, so that no row is empty."
+def _visible_pairs(attention_mask, document_ids=None):  # as `mask_for` takes them
+    "(B, 1, T, T): may a query (row) read a key (column)? Itself always, so that no row is empty."
     if attention_mask is None:
         attention_mask = torch.ones_like(document_ids)
     if attention_mask.ndim > 2 and attention_mask.is_floating_point():
@@ -274,7 +251,7 @@ def visible_pairs(
 def mask_for(
     config: CrammedBertConfig,  # reads the attention implementation
     x: Tensor,  # (B, T, D), for its sizes
-    attention_mask: Tensor | None,  # as `visible_pairs` takes it, or floats that are added
+    attention_mask: Tensor | None,  # (B, T), (B, T, T) or (B, 1, T, T): ones, or floats to add
     document_ids: Tensor | None = None,  # (B, T): tokens read those of their own number only
 ):  # as the kernel wants it, None where all is visible
     "From what users give to what kernels take. Raises CramError for what a kernel cannot take."
@@ -289,15 +266,13 @@ def mask_for(
             wanted = "a mask of zeros and ones, not one to be added"
             raise CramError(f"With document_ids, give {wanted}.")
         return attention_mask.view(-1, 1, *attention_mask.shape[-2:]).expand(x.shape[0], -1, -1, -1)
-    pairs = visible_pairs(attention_mask, document_ids).expand(x.shape[0], -1, -1, -1)
+    pairs = _visible_pairs(attention_mask, document_ids).expand(x.shape[0], -1, -1, -1)
     if kernel == 'flex_attention':
         return torch.zeros_like(pairs, dtype=x.dtype).masked_fill(~pairs, torch.finfo(x.dtype).min)
     return pairs
 
 # %% ../../nbs/library/model/encoder.ipynb #494faf63
-def check_positions(
-    position_ids: Tensor | None,  # (B, T) or (T,), as somebody gives them
-):
+def _check_positions(position_ids):  # (B, T) or (T,), as somebody gives them
     "Accept 0, 1, 2, …, as this model counts by itself. Raises ValueError for other positions."
     if position_ids is None or torch.compiler.is_compiling():
         return  # a graph cannot look at values
@@ -340,10 +315,10 @@ class CrammedBertModel(CrammedBertPreTrainedModel):
         "Read a batch. Raises CramError for ids and vectors at once."
         if (input_ids is None) == (inputs_embeds is None):
             raise CramError("Give either input_ids or inputs_embeds.")
-        check_positions(position_ids)
+        _check_positions(position_ids)
         c, pairs = self.config, None
         if c.neighbours and (attention_mask is not None or document_ids is not None):
-            pairs = visible_pairs(attention_mask, document_ids)
+            pairs = _visible_pairs(attention_mask, document_ids)
         x = self.embeddings(input_ids, inputs_embeds, pairs)
         mask, rotary = mask_for(c, x, attention_mask, document_ids), None
         if c.position_embedding_type == 'rotary':

@@ -12,7 +12,7 @@ Docs: https://cramnb.github.io/cramnb/library/model/mlm.html.md"""
 
 # %% auto #0
 __all__ = ['HeadTransform', 'linear_cross_entropy', 'CrammedBertForMaskedLM', 'build_model', 'count_parameters',
-           'flops_per_token', 'pool', 'Classifier', 'task_loss', 'CrammedBertForSequenceClassification',
+           'flops_per_token', 'pool', 'task_loss', 'CrammedBertForSequenceClassification',
            'CrammedBertForTokenClassification', 'CrammedBertForQuestionAnswering', 'CrammedBertForMultipleChoice',
            'register']
 
@@ -25,12 +25,13 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, BertConfig, BertForMaskedLM
 from transformers import modeling_outputs as outputs
+from transformers.modeling_layers import GenericForQuestionAnswering
 from transformers.utils.generic import can_return_tuple
 
 from ..core import CramError
 from .encoder import CHOICES, CrammedBertConfig, CrammedBertModel
 from .encoder import CrammedBertPreTrainedModel, make_norm
-from ..options import BERT_READS, GATED, Arch, check_arch
+from ..options import BERT_READS, GATED, Arch, Impl, check_arch
 from ..recipe import preset
 
 # %% ../../nbs/library/model/mlm.ipynb #2e4920eb
@@ -175,10 +176,11 @@ def build_model(
     tokenizer = getattr(corpus, 'tokenizer', None)
     if not isinstance(arch, Arch):
         raise CramError(f"arch is a {type(arch).__name__}: give an Arch, or the name of a preset.")
-    if tokenizer is None and type(corpus) is not int:
-        kind = type(corpus).__name__
-        raise CramError(f"corpus is a {kind}: give a Corpus, or the size of a vocabulary.")
+    if tokenizer is None and (type(corpus) is not int or corpus < 1):
+        what = corpus if type(corpus) is int else type(corpus).__name__
+        raise CramError(f"corpus is {what}: give a Corpus, or the size of a vocabulary.")
     check_arch(arch)
+    Impl(attn_implementation=attn_implementation, loss_chunk_size=loss_chunk_size)
     given = dict(vocab_size=corpus if tokenizer is None else corpus.vocab_size)
     given |= dict(pad_token_id=0 if tokenizer is None else tokenizer.pad_token_id)
     given |= dict(attn_implementation=attn_implementation)
@@ -236,14 +238,14 @@ def pool(
     return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 # %% ../../nbs/library/model/mlm.ipynb #7ca1dc58
-class Classifier(nn.Module):
+class _Classifier(nn.Module):
     "The original's head: dense with bias, tanh, dropout, linear."
 
-    def __init__(self, config):
+    def __init__(self, config, num_labels):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.classifier_hidden_size)
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.out = nn.Linear(config.classifier_hidden_size, config.num_labels)
+        self.out = nn.Linear(config.classifier_hidden_size, num_labels)
 
     def forward(self, x: Tensor) -> Tensor:  # (…, D) -> (…, n)
         return self.out(self.dropout(torch.tanh(self.dense(x))))
@@ -276,106 +278,80 @@ def _warn_of_first_words(input_ids):  # (B, T)
         warnings.warn(f"{place} with [CLS]: {remedy}.", stacklevel=3)
 
 # %% ../../nbs/library/model/mlm.ipynb #e44e277d
-class CrammedBertForSequenceClassification(CrammedBertPreTrainedModel):
+class _Classification(CrammedBertPreTrainedModel):
+    "The encoder and a head; a subclass says what the head reads, and what its answer costs."
+
+    num_scores = None  # None: as many as there are labels
+
+    def __init__(self, config: CrammedBertConfig):
+        super().__init__(config)
+        self.model = CrammedBertModel(config)
+        self.classifier = _Classifier(config, self.num_scores or config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # (B, T)
+        attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
+        token_type_ids: Tensor | None = None,  # taken and ignored
+        position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
+        inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
+        labels: Tensor | None = None,  # as `loss` of the subclass takes them
+        document_ids: Tensor | None = None,  # (B, T): tokens see those of their own number only
+        **kwargs,
+    ):  # the `Output` of the subclass
+        given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
+        out = self.model(input_ids, attention_mask, document_ids=document_ids, **given, **kwargs)
+        logits = self.classifier(self.read(out.last_hidden_state, attention_mask, input_ids))
+        loss = None if labels is None else self.loss(logits, labels)
+        seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
+        return self.Output(loss=loss, logits=logits, **seen)
+
+# %% ../../nbs/library/model/mlm.ipynb #1747f58e
+class CrammedBertForSequenceClassification(_Classification):
     "The encoder with a head for whole texts; `num_labels=1` is regression."
 
-    def __init__(self, config: CrammedBertConfig):
-        super().__init__(config)
-        self.model, self.classifier = CrammedBertModel(config), Classifier(config)
-        self.first_batch = True
-        self.post_init()
+    Output = outputs.SequenceClassifierOutput  # logits (B, num_labels)
+    warned = False
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,  # (B, T)
-        attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
-        token_type_ids: Tensor | None = None,  # taken and ignored
-        position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
-        inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
-        labels: Tensor | None = None,  # as `task_loss` takes them
-        document_ids: Tensor | None = None,  # (B, T): tokens see those of their own number only
-        **kwargs,
-    ) -> outputs.SequenceClassifierOutput:  # logits (B, num_labels)
-        given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
-        out = self.model(input_ids, attention_mask, document_ids=document_ids, **given, **kwargs)
+    def read(self, hidden, attention_mask, input_ids):
         how = self.config.classifier_pooling
-        if how == 'first' and self.first_batch and input_ids is not None:
-            self.first_batch = False  # looking makes a GPU wait: once is enough
+        if how == 'first' and not self.warned and input_ids is not None:
+            self.warned = True  # looking makes a GPU wait: once is enough
             _warn_of_first_words(input_ids)
-        logits = self.classifier(pool(out.last_hidden_state, attention_mask, how))
-        loss = None if labels is None else task_loss(logits, labels, self.config.problem_type)
-        seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
-        return outputs.SequenceClassifierOutput(loss=loss, logits=logits, **seen)
+        return pool(hidden, attention_mask, how)
+
+    def loss(self, logits, labels):
+        return task_loss(logits, labels, self.config.problem_type)
 
 # %% ../../nbs/library/model/mlm.ipynb #8a4e63c5
-class CrammedBertForTokenClassification(CrammedBertPreTrainedModel):
+class CrammedBertForTokenClassification(_Classification):
     "The encoder with a head for each token."
 
-    def __init__(self, config: CrammedBertConfig):
-        super().__init__(config)
-        self.model, self.classifier = CrammedBertModel(config), Classifier(config)
-        self.post_init()
+    Output = outputs.TokenClassifierOutput  # logits (B, T, num_labels)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,  # (B, T)
-        attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
-        token_type_ids: Tensor | None = None,  # taken and ignored
-        position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
-        inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
-        labels: Tensor | None = None,  # (B, T), -100 where nothing is asked
-        document_ids: Tensor | None = None,  # (B, T): tokens see those of their own number only
-        **kwargs,
-    ) -> outputs.TokenClassifierOutput:  # logits (B, T, num_labels)
-        given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
-        out = self.model(input_ids, attention_mask, document_ids=document_ids, **given, **kwargs)
-        logits, loss = self.classifier(out.last_hidden_state), None
-        if labels is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
-        return outputs.TokenClassifierOutput(loss=loss, logits=logits, **seen)
+    def read(self, hidden, attention_mask, input_ids):
+        return hidden
+
+    def loss(self, logits, labels):  # (B, T), -100 where nothing is asked
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 # %% ../../nbs/library/model/mlm.ipynb #76b954eb
-class CrammedBertForQuestionAnswering(CrammedBertPreTrainedModel):
+class CrammedBertForQuestionAnswering(GenericForQuestionAnswering, CrammedBertPreTrainedModel):
     "The encoder with two scores for each token: here the answer begins, and here it ends."
 
-    def __init__(self, config: CrammedBertConfig):
-        super().__init__(config)
-        self.model, self.qa_outputs = CrammedBertModel(config), nn.Linear(config.hidden_size, 2)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,  # (B, T)
-        attention_mask: Tensor | None = None,  # (B, T), 0 where there is padding
-        token_type_ids: Tensor | None = None,  # taken and ignored
-        position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
-        inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
-        start_positions: Tensor | None = None,  # (B,): first token of the answer
-        end_positions: Tensor | None = None,  # (B,): last token of the answer
-        **kwargs,
-    ) -> outputs.QuestionAnsweringModelOutput:  # start_logits and end_logits, (B, T) each
-        given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
-        out = self.model(input_ids, attention_mask, **given, **kwargs)
-        (start, end), loss = self.qa_outputs(out.last_hidden_state).unbind(-1), None
-        if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start, end, start_positions, end_positions)
-        seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
-        logits = dict(start_logits=start, end_logits=end)
-        return outputs.QuestionAnsweringModelOutput(loss=loss, **logits, **seen)
+    get_input_embeddings = CrammedBertPreTrainedModel.get_input_embeddings
+    set_input_embeddings = CrammedBertPreTrainedModel.set_input_embeddings
 
 # %% ../../nbs/library/model/mlm.ipynb #4c9962ca
-class CrammedBertForMultipleChoice(CrammedBertPreTrainedModel):
+class CrammedBertForMultipleChoice(_Classification):
     "The encoder with one score for each of several texts, of which one is right."
 
-    def __init__(self, config: CrammedBertConfig):
-        super().__init__(config)
-        self.model, self.classifier = CrammedBertModel(config), Classifier(config)
-        self.classifier.out = nn.Linear(config.classifier_hidden_size, 1)
-        self.post_init()
+    Output, num_scores = outputs.MultipleChoiceModelOutput, 1  # logits (B, n)
+
+    def read(self, hidden, attention_mask, input_ids):
+        return pool(hidden, attention_mask, self.config.classifier_pooling)
 
     @can_return_tuple
     def forward(
@@ -387,17 +363,15 @@ class CrammedBertForMultipleChoice(CrammedBertPreTrainedModel):
         inputs_embeds: Tensor | None = None,  # (B, n, T, D), instead of input_ids
         labels: Tensor | None = None,  # (B,): number of the right text
         **kwargs,
-    ) -> outputs.MultipleChoiceModelOutput:  # logits (B, n)
+    ) -> outputs.MultipleChoiceModelOutput:
         given = dict(input_ids=input_ids, attention_mask=attention_mask)
         given |= dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
         given = {name: x.flatten(0, 1) for name, x in given.items() if x is not None}
-        out = self.model(**given, **kwargs)
-        mask, how = given.get('attention_mask'), self.config.classifier_pooling
+        out = super().forward(**given, **kwargs)
         n = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-        logits = self.classifier(pool(out.last_hidden_state, mask, how)).view(-1, n)
-        loss = None if labels is None else F.cross_entropy(logits.float(), labels)
-        seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
-        return outputs.MultipleChoiceModelOutput(loss=loss, logits=logits, **seen)
+        out.logits = out.logits.view(-1, n)
+        out.loss = None if labels is None else F.cross_entropy(out.logits.float(), labels)
+        return out
 
 # %% ../../nbs/library/model/mlm.ipynb #d59e8a85
 def register():

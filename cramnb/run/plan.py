@@ -26,20 +26,17 @@ import torch
 from scipy.optimize import least_squares
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..core import CramError, read_json
-from ..options import diff, parse_memory
-from ..text.masking import MaskedBatch, mask_tokens
+from ..core import CramError, read_data, read_json
 from ..model.mlm import build_model, flops_per_token
-from ..options import Arch, Train
+from ..options import Arch, Train, diff, parse_memory
 from ..recipe import Recipe, preset, tiny
-from ..train.schedule import batch_size_at
-from ..text.store import store_folder
+from ..text.masking import MaskedBatch, mask_tokens
+from ..text.store import CorpusCard, store_folder
 from ..train.device import Machine, machine_here, pick_precision
 from ..train.loop import mlm_loss
+from ..train.schedule import batch_size_at
 from ..train.tuning import Way, fastest_way, time_ways, wants_measuring
 from .watch import show_seconds
-from ..text.store import CorpusCard
-from ..core import read_data
 
 # %% ../../nbs/library/run/plan.ipynb #3ec4c562
 def parameters_by_part(
@@ -163,10 +160,15 @@ class Fit:
     microbatch: int  # rows of a pass
     recompute: bool  # does each layer keep its input only?
     memory: Memory  # what a pass needs then
+    limit: float  # bytes
 
     @property
     def needed(self) -> float:  # bytes
         return self.memory.total(self.microbatch)
+
+    def __str__(self):
+        rows = f'{self.microbatch} rows{", layers recomputed" * self.recompute}'
+        return f'{self.needed / 1e9:.1f} of {self.limit / 1e9:.3g} GB with passes of {rows}'
 
 # %% ../../nbs/library/run/plan.ipynb #8d222fb2
 _FEW = 8  # rows of a pass below which recomputation is worth its price
@@ -187,7 +189,7 @@ def fit_memory(
     fits, asked = [], recipe.impl.recompute
     for recompute in (asked == 'true', asked != 'false'):
         need = memory_needed(recipe.arch, *known, recompute)
-        fits.append(Fit(min(wanted, need.largest(limit)), recompute, need))
+        fits.append(Fit(min(wanted, need.largest(limit)), recompute, need, limit))
     plain, again = fits
     best = plain if plain.microbatch >= min(enough, again.microbatch) else again
     if best.microbatch >= (1 if size == 'auto' else wanted):
@@ -220,7 +222,7 @@ def within_memory(
     say: Callable = print,  # told what a limit makes of it
 ) -> Recipe:  # with the size of a pass that fits impl.memory; without a limit unchanged
     "Keep a run within `impl.memory`, by arithmetic. Raises CramError where nothing fits."
-    impl, batch = recipe.impl, recipe.train.batch_size
+    impl = recipe.impl
     if not impl.memory:
         return recipe
     machine = machine_here(device)
@@ -228,13 +230,9 @@ def within_memory(
     if machine.kind != 'cpu':
         limit = min(limit, machine.memory)
     fit = fit_memory(recipe, limit, 0, pick_precision(impl, device), _most(device))
-    rows, where = fit.microbatch, _gb(fit.memory.parts(fit.microbatch))
-    kept = 'layers compute again instead of keeping' if fit.recompute else 'all activations kept'
-    say(
-        f"impl.memory={impl.memory}: passes of at most {rows} rows, {-(-batch // rows)} for an "
-        f"update of {batch}, {kept}; {fit.needed / 1e9:.2g} GB by arithmetic ({where})."
-    )
-    known = dict(microbatch_size=str(rows), recompute=str(fit.recompute).lower())
+    parts = _gb(fit.memory.parts(fit.microbatch))
+    say(f'impl.memory={impl.memory}: {fit}, by arithmetic ({parts}).')
+    known = dict(microbatch_size=str(fit.microbatch), recompute=str(fit.recompute).lower())
     return replace(recipe, impl=replace(impl, **known))
 
 # %% ../../nbs/library/run/plan.ipynb #74e19f08
@@ -345,20 +343,6 @@ class Plan:
     def epochs(self) -> float | None:  # None where the size of the corpus is not known
         return self.tokens / (self.rows * self.recipe.data.seq_length) if self.rows else None
 
-# %% ../../nbs/library/run/plan.ipynb #25a48672
-def _fitted(recipe, card, V, precision, most):
-    "Memory by part, rows of a pass, and a sentence; a plan may say that nothing fits."
-    limit = parse_memory(recipe.impl.memory) or card.memory
-    try:
-        fit = fit_memory(recipe, limit, V, precision, most)
-    except CramError as e:
-        need = memory_needed(recipe.arch, V, recipe.train, recipe.data.seq_length, precision)
-        return need.parts(1), 0, str(e).removesuffix('.')
-    rows = fit.microbatch
-    again = ', layers recomputed' if fit.recompute else ''
-    room = f'{fit.needed / 1e9:.1f} of {limit / 1e9:.3g} GB with passes of {rows} rows{again}'
-    return fit.memory.parts(rows), rows, room
-
 # %% ../../nbs/library/run/plan.ipynb #b1ebc6ee
 def plan_run(
     recipe: Recipe,  # reads arch, train, data, impl, budget
@@ -367,7 +351,6 @@ def plan_run(
     vocab_size: int = 0,  # V; 0: what the recipe asks for
     rows: int = 0,  # of the corpus; 0: not known
     precision: torch.dtype = torch.bfloat16,  # of the matrix products
-    how: str = 'measured',  # how the rate was measured
     most: int = 1024,  # rows of a pass, where the recipe names no number
 ) -> Plan:
     "The plan of a recipe on a card. Raises CramError where neither rate nor peak is known."
@@ -375,9 +358,15 @@ def plan_run(
     flops = flops_per_token(recipe.arch, V, T, recipe.train.mlm_probability)
     if not rate and not card.peak:
         raise CramError(f"The peak of {card.name} is not known: measure a rate first.")
-    memory, micro, room = _fitted(recipe, card, V, precision, most)
-    if not rate:
-        rate, how = card.peak * 1e12 * SHARE / flops, ''
+    limit = parse_memory(recipe.impl.memory) or card.memory
+    try:
+        fit = fit_memory(recipe, limit, V, precision, most)
+        memory, micro, room = fit.memory.parts(fit.microbatch), fit.microbatch, str(fit)
+    except CramError as e:  # a plan may say that nothing fits
+        need = memory_needed(recipe.arch, V, recipe.train, T, precision)
+        memory, micro, room = need.parts(1), 0, str(e).removesuffix('.')
+    how = 'measured' if rate else ''
+    rate = rate or card.peak * 1e12 * SHARE / flops
     tokens = planned_tokens(recipe, rate, max(micro, 1))
     parts = parameters_by_part(recipe.arch, V)
     return Plan(recipe, card, parts, flops, memory, micro, room, rate, how, tokens, rows)
@@ -493,14 +482,15 @@ def plan_here(
     processes: int = 1,  # that share the run, each as fast as this one
 ) -> Plan:
     "The plan for the machine at hand, with a measured rate. Raises CramError if it cannot fit."
-    machine, data, most = machine_here(device), recipe.data, _most(device)
+    data, precision = recipe.data, pick_precision(recipe.impl, device)
     recipe = replace(recipe, data=replace(data, vocab_size=vocab_size or data.vocab_size))
-    limit = parse_memory(recipe.impl.memory) or machine.memory
-    fit_memory(recipe, limit, 0, pick_precision(recipe.impl, device), most)
+    plan = plan_run(recipe, machine_here(device), 1.0, 0, rows, precision, most=_most(device))
+    if not plan.microbatch:
+        raise CramError(f'{plan.room}.')
     with torch.random.fork_rng([]):  # the run that follows draws as if nobody had measured
         rate, way = rate_here(recipe, device)
-    how = f'measured with {way.precision} and {way.attention} attention'
-    return plan_run(recipe, machine, rate * processes, 0, rows, way.dtype, how, most)
+    rate, how = rate * processes, f'measured with {way.precision} and {way.attention} attention'
+    return replace(plan, rate=rate, how=how, tokens=planned_tokens(recipe, rate, plan.microbatch))
 
 # %% ../../nbs/library/run/plan.ipynb #2a4da762
 @dataclass
@@ -549,20 +539,12 @@ def known_law() -> tuple[Law, float, np.ndarray]:  # law, largest error, (N, D) 
     return law, float(error), np.array([N, D])
 
 # %% ../../nbs/library/run/plan.ipynb #0583a388
-_SIZES = [f'arch.{name}' for name in 'hidden_size num_hidden_layers num_attention_heads'.split()]
+_SIZES = 'hidden_size num_hidden_layers num_attention_heads intermediate_size'
+_LENGTH = 'progress max_tokens max_updates eval_every count_eval count_compile max_skipped '
+_LENGTH += 'early_termination early_hours early_loss'
 _FREE = {  # options in which a run may differ from those behind the law
-    *_SIZES,
-    'arch.intermediate_size',
-    'train.progress',
-    'train.max_tokens',
-    'train.max_updates',
-    'train.eval_every',
-    'train.count_eval',
-    'train.count_compile',
-    'train.max_skipped',
-    'train.early_termination',
-    'train.early_hours',
-    'train.early_loss',
+    *(f'arch.{name}' for name in _SIZES.split()),
+    *(f'train.{name}' for name in _LENGTH.split()),
 }
 
 # %% ../../nbs/library/run/plan.ipynb #d56f106c

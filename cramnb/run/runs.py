@@ -18,6 +18,7 @@ import os
 import shutil
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,7 @@ from cramnb.core import (
     record,
 )
 from ..options import diff
-from ..recipe import Recipe, to_dict, check
+from ..recipe import Recipe, check
 
 # %% ../../nbs/library/run/runs.ipynb #1fa5e69a
 def read_log(
@@ -177,7 +178,8 @@ def check_folder(recipe: Recipe) -> Path:  # its folder, which need not be there
     kept = {k: v for k, v in changes.items() if k.split('.')[0] in _LEARNS}
     if told := [f'{k} was {a} and is now {b}' for k, (a, b) in kept.items()]:
         problem = f"{folder} holds a run with another recipe ({'; '.join(told[:5])})"
-        remedy = "choose another one, or throw it away (the command: fresh=True)."
+        remedy = "go on with the command or program that began it, choose another one, or "
+        remedy += "throw it away (the command: fresh=True)."
         raise CramError(f"name={recipe.name}: {problem}: {remedy}")
     return folder
 
@@ -187,7 +189,7 @@ def make_folder(recipe: Recipe) -> Path:  # its folder, with recipe.json in it
     folder = check_folder(recipe)
     if recipe.fresh and folder.exists():
         _empty(folder)
-    write_json(folder / 'recipe.json', to_dict(recipe))
+    write_json(folder / 'recipe.json', asdict(recipe))
     return folder
 
 # %% ../../nbs/library/run/runs.ipynb #730fa9bd

@@ -15,22 +15,27 @@ Docs: https://cramnb.github.io/cramnb/library/run/watch.html.md"""
 
 # %% auto #0
 __all__ = ['CLOCKED', 'Log', 'memory_gb', 'Energy', 'card_uuids', 'seconds_left', 'Meter', 'totals', 'show_seconds', 'glance',
-           'notes_of', 'is_due', 'Bars', 'check_trackers', 'TensorBoard', 'Tracking', 'WeightsAndBiases', 'Trackers']
+           'Bars', 'check_trackers', 'TensorBoard', 'Tracking', 'WeightsAndBiases', 'Trackers']
 
 # %% ../../nbs/library/run/watch.ipynb #3f70ebfd
 import json
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from tqdm.auto import tqdm
+from typing_extensions import TypedDict
 
-from ..core import say, whole
+from ..core import CramError, read_json, record, say, whole, write_json
 from ..options import Train
+from ..recipe import Recipe
 from .runs import read_log
 
 # %% ../../nbs/library/run/watch.ipynb #0250e55d
@@ -57,7 +62,7 @@ class Log:
             temporary.write_text(''.join(map(_line, self.rows)), encoding='utf-8')
         self.file = path.open('ab', buffering=0)
         self.waiting, self.told, self.say = b'', False, say  # bytes that are not on the disk yet
-        self.listeners, self.meter = [], None  # called with each row; a Meter for the loop
+        self.listeners = []  # called with each row
 
     def write(self, row: dict) -> dict:
         "Keep a row, and tell the listeners; where the disk is full, it is written later."
@@ -158,17 +163,12 @@ class Meter:
         self,
         device,  # torch.device that trains
         flops: float,  # of one token, forward and backward
-        name: str = '',  # of the card; empty on a CPU
+        peak: float = 0.0,  # TFLOP/s of all cards together; 0: not known
         kwh: float = 0.0,  # spent before, when a run goes on
         cards: list[str] | None = None,  # uuids from `card_uuids`
-        processes: int = 1,  # that share the run
     ):
-        self.device, self.flops, self.kwh = device, flops, kwh
+        self.device, self.flops, self.peak, self.kwh = device, flops, peak, kwh
         self.energy = Energy(cards or [])
-        from cramnb.train.device import card_peak  # torch is loaded when a run is measured
-
-        peak = card_peak(name)
-        self.peak = peak and peak * processes  # None where it is not known
 
     def __call__(self, row: dict, train: Train, budget: float) -> dict:
         tflops, joules = row['tokens_per_second'] * self.flops / 1e12, self.energy.joules()
@@ -222,23 +222,6 @@ def glance(
         parts.append(f"{show_seconds(notes['seconds_left'])} left")
     return ', '.join(parts + [f'{k} {v}' for k, v in notes.items() if isinstance(v, str)])
 
-# %% ../../nbs/library/run/watch.ipynb #a7561ba8
-def notes_of(
-    row: dict,  # the newest of the log
-    heldout: float | None,  # measured last
-) -> dict:  # numbers for `progress`
-    "What a listener to `progress` is told of an update."
-    keys = ('loss', 'tokens_per_second', 'peak_share', 'seconds_left', 'update')
-    return dict(heldout=heldout) | {k: row.get(k) for k in keys}
-
-# %% ../../nbs/library/run/watch.ipynb #15150826
-def is_due(
-    seconds: float,  # since the last line
-    more: float,  # share of the stage that is new since then
-) -> bool:
-    "A line for each twentieth that took ten seconds or more, and every ten minutes."
-    return seconds >= 10 and more >= 0.05 or seconds >= 600
-
 # %% ../../nbs/library/run/watch.ipynb #d6295e24
 class Bars:
     "One progress bar a stage; where nobody watches, a line now and then."
@@ -255,8 +238,10 @@ class Bars:
             self.bar.n = min(done, total) if total else done
             self.bar.set_postfix_str(glance(notes), refresh=False)
             self.bar.update(0) if share < 1 else self.bar.refresh()
-        elif is_due(self.clock() - self.told[0], share - self.told[1]):
-            self._line(share)
+        else:  # a line for each twentieth that took ten seconds or more, and every ten minutes
+            late, more = self.clock() - self.told[0], share - self.told[1]
+            if late >= 10 and more >= 0.05 or late >= 600:
+                self._line(share)
 
     def _open(self, stage, total):
         self.close()
@@ -283,18 +268,6 @@ class Bars:
             self._line(self.last[0] / self.last[1] if self.last[1] else 0.0)
         self.bar = self.stage = None
 
-# %% ../../nbs/library/run/watch.ipynb #c8971f36
-import secrets
-from collections.abc import Callable
-from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
-
-from typing_extensions import TypedDict
-
-from ..core import CramError, read_json, record, write_json
-from ..recipe import Recipe, to_dict
-
 # %% ../../nbs/library/run/watch.ipynb #869686c0
 def check_trackers(recipe: Recipe):
     "Are the libraries there? Raises CramError before anything expensive begins."
@@ -318,7 +291,7 @@ class TensorBoard:
         self.where, update = folder / 'tensorboard', log.rows[-1]['update'] if log.rows else 0
         self.writer = SummaryWriter(str(self.where), purge_step=update + 1 if update else None)
         if not update:
-            text = json.dumps(to_dict(recipe), indent=1)
+            text = json.dumps(asdict(recipe), indent=1)
             self.writer.add_text('recipe', f'```json\n{text}\n```')
 
     def write(self, update: int, values: dict[str, float]):
@@ -367,7 +340,7 @@ def _start_wandb(recipe, folder, name):
     w = recipe.wandb
     how = dict(project=w.project or None, name=recipe.name, id=name, resume='allow')
     how |= dict(entity=None if w.entity in ('', 'null') else w.entity, tags=w.tags or None)
-    how |= dict(mode=None if w.mode == 'auto' else w.mode, dir=str(folder), config=to_dict(recipe))
+    how |= dict(mode=None if w.mode == 'auto' else w.mode, dir=str(folder), config=asdict(recipe))
     how |= dict(settings=wandb.Settings(silent=True, console='off', login_timeout=30))
     try:
         return wandb.init(**how)

@@ -11,10 +11,9 @@ Docs: https://cramnb.github.io/cramnb/library/text/sources.html.md"""
 
 # %% auto #0
 __all__ = ['SPECIMEN', 'PACKAGES', 'READERS', 'LONGEST', 'LEAST', 'read_docstrings', 'without_examples', 'python_files',
-           'docstrings', 'random_text', 'checksum', 'is_heldout', 'Report', 'texts_of', 'read_file', 'find_files',
-           'choose_files', 'open_hub', 'read_hub', 'first_line', 'fetch_tokenizer', 'check_marks', 'stream_rows',
-           'split_files', 'mix_parts', 'interleave', 'join_rows', 'split_long', 'hold_out', 'documents',
-           'source_version']
+           'docstrings', 'checksum', 'is_heldout', 'Report', 'texts_of', 'read_file', 'first_line', 'find_files',
+           'choose_files', 'open_hub', 'read_hub', 'fetch_tokenizer', 'check_marks', 'stream_rows', 'split_files',
+           'mix_parts', 'interleave', 'join_rows', 'split_long', 'hold_out', 'documents', 'source_version']
 
 # %% ../../nbs/library/text/sources.ipynb #858c5461
 import ast
@@ -26,7 +25,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import sysconfig
 import warnings
 import zlib
@@ -39,16 +37,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from huggingface_hub import hf_hub_download, metadata_load
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub import metadata_load, snapshot_download
 from transformers import PreTrainedTokenizerFast
 
-from ..core import CramError, fingerprint, load_pretrained, nearest, printable, whole
-from ..options import Data
-from .packing import narrow
-from ..options import PRESETS
+from ..core import CramError, Missing, fingerprint, load_pretrained, nearest, printable, whole
+from ..options import PRESETS, READ_BY, Data
 from ..recipe import preset
 from .clean import lost_characters
+from .packing import narrow
 
 # %% ../../nbs/library/text/sources.ipynb #6a60d09a
 SPECIMEN = (
@@ -105,16 +101,6 @@ def docstrings(
     "The built-in corpus: English that is on every machine with Python."
     for path in python_files():
         yield from (d for d in map(without_examples, read_docstrings(path)) if len(d) >= min_chars)
-
-# %% ../../nbs/library/text/sources.ipynb #9526e7f5
-def random_text(
-    seed: int = 0,  # of the draw
-) -> Iterator[str]:  # endless documents of made-up words
-    "Text without meaning: nothing can be learnt from it but word frequencies."
-    rng = np.random.default_rng(seed)
-    words = [''.join(w) for w in itertools.product(*['bdfgklmnprst', 'aeiou'] * 2)]
-    while True:
-        yield ' '.join(rng.choice(words, size=rng.integers(20, 200))) + '.'
 
 # %% ../../nbs/library/text/sources.ipynb #b86bf43a
 def checksum(text: str) -> int:
@@ -183,11 +169,8 @@ def _strays(text, raw):
     "How many bytes were no characters: replacement signs that were not there before."
     return text.count('\ufffd') - raw.count('\ufffd'.encode())
 
-# %% ../../nbs/library/text/sources.ipynb #ff1cbbbb
-_LINE = 2**28  # bytes of a line; a longer one comes in pieces, so that memory is bounded
-
 # %% ../../nbs/library/text/sources.ipynb #62bcd407
-def _lines(path, report, most=_LINE):
+def _lines(path, report, most=2**28):  # bytes; a longer line comes in pieces: memory is bounded
     "Lines without byte-order mark, carriage return and NUL; what is mended is counted."
     with _open_text(path) as stream:
         for n, raw in enumerate(iter(partial(stream.readline, most), b'')):
@@ -256,11 +239,6 @@ def _read_parquet(path, key, report):
     rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
     yield from enumerate(rows, 1)
 
-# %% ../../nbs/library/text/sources.ipynb #9d3267df
-def _listed(names):
-    "Names from outside, made fit for one line."
-    return ', '.join(printable(str(n)[:60]).replace('\n', ' ') for n in list(names)[:20])
-
 # %% ../../nbs/library/text/sources.ipynb #e8e3b556
 READERS = dict(txt=_read_text, md=_read_text, jsonl=_read_json, json=_read_json, csv=_read_csv)
 READERS |= dict(tsv=partial(_read_csv, delimiter='\t'), parquet=_read_parquet)
@@ -283,7 +261,8 @@ def _problem(record, data):
         return f"{kind} instead of an object with keys"
     key = data.text_key
     if key not in record:
-        return f"no text under {key!r}; set data.text_key to one of: {_listed(record)}"
+        keys = ', '.join(printable(str(k)[:60]).replace('\n', ' ') for k in list(record)[:20])
+        return f"no text under {key!r}; set data.text_key to one of: {keys}"
     kind = type(record[key] or '').__name__
     if kind != 'str':
         return f"{key!r} holds {kind}, not text; set data.text_key to another name"
@@ -334,23 +313,23 @@ def read_file(
     except CramError:
         raise
     except (OSError, MemoryError, ValueError, RecursionError, csv.Error, pa.ArrowException) as e:
-        raise CramError(f"{path} {_complaint(e)}.") from e
+        sound = isinstance(e, (PermissionError, MemoryError))
+        what = 'cannot be read' if sound else 'is damaged or cut short'
+        raise CramError(f"{path} {what}: {first_line(e)}.") from e
 
 # %% ../../nbs/library/text/sources.ipynb #a99d9bed
-def _complaint(error):
-    "What a library says about a file that it cannot read, in one line."
-    if isinstance(error, PermissionError):
-        return "cannot be read: permission denied"
-    if isinstance(error, MemoryError):
-        return "cannot be read: there is not enough memory"
-    first = (str(error).splitlines() or [type(error).__name__])[0]
-    return "is damaged or cut short: " + first.rstrip('.')
+def first_line(
+    error: BaseException,  # of any library
+) -> str:
+    "What an error says, as one line without its stop; its kind where it says nothing."
+    said = str(getattr(error, 'strerror', None) or error).strip()
+    return printable(said.splitlines()[0]).rstrip('.') if said else type(error).__name__
 
 # %% ../../nbs/library/text/sources.ipynb #c3aa390f
 def find_files(
     spec: str | Path,  # file, folder or glob; several separated by commas
 ) -> list[Path]:  # sorted, folders searched to the bottom
-    "Find the files a user named. Raises FileNotFoundError or CramError."
+    "Find the files a user named. Raises Missing, or another CramError."
     whole, found = os.path.expanduser(spec), []
     parts = [whole] if os.path.isfile(whole) else [s.strip() for s in str(spec).split(',')]
     for part in map(os.path.expanduser, filter(None, parts)):
@@ -359,11 +338,11 @@ def find_files(
         if not hits:
             why = "there is no such file, and no folder or pattern with files in it"
             beside = nearest(part, glob.glob(os.path.join(os.path.dirname(part), '*')))
-            raise FileNotFoundError(f"data.files={part[:200]}: {why}.{beside}")
-    named = f"data.files={str(spec) or '(empty)'} names no text"
-    kinds = f"files or folders of {', '.join(READERS)} (also .gz and .zst)"
+            raise Missing(f"data.files={part[:200]}: {why}.{beside}")
     if not found:
-        raise CramError(f"{named}: give {kinds}, or set CRAMNB_DATA.")
+        kinds = f"files or folders of {', '.join(READERS)} (also .gz and .zst)"
+        what = f"data.files={str(spec) or '(empty)'} names no text"
+        raise CramError(f"{what}: give {kinds}, or set CRAMNB_DATA.")
     return found
 
 # %% ../../nbs/library/text/sources.ipynb #e0ab5601
@@ -389,9 +368,7 @@ def choose_files(paths: list[Path]) -> tuple[list[Path], list[Path]]:  # to trai
 # %% ../../nbs/library/text/sources.ipynb #cf9e7f74
 LONGEST = 1_000_000  # characters of a document; a longer one is split
 LEAST = 12_000  # characters to hold out at least: some rows of tokens, and a small exam
-_AGAIN = 'The same command reads the set again from its first record: nothing of it is kept.'
 _EARLY = 16_000_000  # characters to read at most before what is held out is decided anew
-_PART = 'source hub_path hub_name hub_split hub_revision text_key join_rows'.split()
 
 # %% ../../nbs/library/text/sources.ipynb #chkins01
 def _check_inside(folder):
@@ -434,54 +411,26 @@ def read_hub(
 ) -> Iterator[str]:  # documents, streamed
     "Stream a data set of the hub, or a folder in its layout. Raises CramError, ConnectionError."
     report, n, path = report or Report(), 0, data.hub_path
+    local = 'Without a network: data=files data.files=FOLDER, or set CRAMNB_DATA.'
+    local = '' if os.path.isdir(path) else f' {local}'
     try:
         stream = open_hub(data, report)
     except Exception as e:  # datasets, huggingface_hub and their transports each raise their own
-        raise CramError(f"data.hub_path={path} cannot be loaded: {_reason(e, path)}") from None
-    names = getattr(stream, 'column_names', None) or []
-    if data.text_key in names:
+        why = f"data.hub_path={path} cannot be loaded: {first_line(e)}."
+        raise CramError(why + local) from None
+    if data.text_key in (getattr(stream, 'column_names', None) or []):
         stream = stream.select_columns([data.text_key])
+    texts = texts_of(enumerate(stream, 1), f"{path}, record", data, report)
     try:
-        for text in texts_of(enumerate(stream, 1), f"{path}, record", data, report):
+        for text in texts:
             n += 1
             yield text
     except CramError:
         raise
     except Exception as e:
-        raise ConnectionError(
-            f"{path} ended after {n:,} records: {_reason(e, path, _AGAIN)}"
-        ) from e
-
-# %% ../../nbs/library/text/sources.ipynb #76abc7a4
-def _reason(error, path, advice=''):
-    "What a library says, in one line, and the way out where there is no network."
-    first = (str(error).splitlines() or [type(error).__name__])[0].rstrip('.') + '.'
-    local = 'Without a network: data=files data.files=FOLDER, or set CRAMNB_DATA.'
-    return ' '.join(filter(None, [first, advice, '' if os.path.isdir(path) else local]))
-
-# %% ../../nbs/library/text/sources.ipynb #62169ec9
-def first_line(
-    error: BaseException,  # of any library
-) -> str:
-    "What an error says, as one line; its kind where it says nothing."
-    lines = str(error).strip().splitlines()
-    return printable(lines[0]) if lines else type(error).__name__
-
-# %% ../../nbs/library/text/sources.ipynb #46515392
-_TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json')
-
-# %% ../../nbs/library/text/sources.ipynb #cb1d9b1c
-def _hub_file(hub_path, name):
-    "Find a file of the tokenizer, download it where necessary."
-    local = Path(hub_path).expanduser()
-    if local.is_dir():
-        inside = local / 'tokenizer' / name
-        found = inside if inside.exists() else local / name
-        return found.resolve(strict=True)
-    try:
-        return Path(hf_hub_download(hub_path, f'tokenizer/{name}', repo_type='dataset'))
-    except EntryNotFoundError:
-        return Path(hf_hub_download(hub_path, name, repo_type='dataset'))
+        again = "The same command reads the set again from its first record."
+        why = f"{path} ended after {n:,} records: {first_line(e)}. {again}"
+        raise ConnectionError(why + local) from e
 
 # %% ../../nbs/library/text/sources.ipynb #d9400183
 def fetch_tokenizer(
@@ -490,16 +439,19 @@ def fetch_tokenizer(
 ) -> PreTrainedTokenizerFast:
     "The tokenizer that lies beside ready-made rows. Raises CramError."
     if not folder.exists():
+        place = Path(hub_path).expanduser()
+        names = 'tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json'
+        names = [*names, *(f'tokenizer/{name}' for name in names)]
         try:
-            files = [_hub_file(hub_path, name) for name in _TOKENIZER_FILES]
+            if not place.is_dir():
+                place = Path(snapshot_download(hub_path, repo_type='dataset', allow_patterns=names))
         except Exception as e:  # each layer of the hub's library raises its own
-            raise CramError(
-                f"data.hub_path={hub_path}: its tokenizer cannot be fetched: {first_line(e)}"
-            ) from None
+            why = f"its tokenizer cannot be fetched: {first_line(e)}."
+            raise CramError(f"data.hub_path={hub_path}: {why}") from None
+        inside = place / 'tokenizer'
+        found = load_pretrained(PreTrainedTokenizerFast, inside if inside.is_dir() else place)
         with whole(folder) as temporary:
-            temporary.mkdir()
-            for name, file in zip(_TOKENIZER_FILES, files):
-                shutil.copy(file, temporary / name)
+            found.save_pretrained(temporary)
     tokenizer = load_pretrained(PreTrainedTokenizerFast, folder)
     check_marks(tokenizer, f"The tokenizer of {hub_path}")
     return tokenizer
@@ -531,10 +483,8 @@ def stream_rows(
     except CramError:
         raise
     except Exception as e:  # whatever the network, the hub's library or a file raise
-        raise ConnectionError(
-            f"data.hub_path={data.hub_path} cannot be loaded: {first_line(e).rstrip('.')}. "
-            "The same command goes on where it stopped."
-        ) from e
+        why = f"data.hub_path={data.hub_path} cannot be loaded: {first_line(e)}"
+        raise ConnectionError(f"{why}. The same command goes on where it stopped.") from e
 
 # %% ../../nbs/library/text/sources.ipynb #d26a572b
 def _check_rows(table, data):
@@ -567,7 +517,6 @@ def _read_files(paths, data, report):
 # %% ../../nbs/library/text/sources.ipynb #111d39b6
 _SOURCES = dict(  # data.source -> function of options and report that gives texts
     docstrings=lambda data, report: docstrings(),
-    random=lambda data, report: random_text(),
     files=lambda data, report: _read_files(split_files(data)[0], data, report),
     hub=read_hub,
 )
@@ -596,9 +545,11 @@ def _part(name, data):
     if name not in PRESETS['data'] and os.path.exists(os.path.expanduser(name)):
         return replace(data, source='files', files=name, mix='')
     found = preset('data', name)
-    if found.source == 'mix':
-        raise CramError(f"data.mix: {name!r} is a mix itself; name its parts.")
-    return replace(data, mix='', **{f: getattr(found, f) for f in _PART})
+    if found.source not in _SOURCES:
+        raise CramError(f"data.mix: {name!r} is a mix itself, or no text: name sources of text.")
+    read = () if found.source == 'files' else READ_BY[found.source]
+    own = {name: getattr(found, name) for name in ('source', 'join_rows', *read)}
+    return replace(data, mix='', **own)
 
 # %% ../../nbs/library/text/sources.ipynb #d23a83b8
 def interleave(
@@ -698,7 +649,7 @@ def documents(
     report: Report | None = None,  # is told what was met, and what each source gave
     heldout_limit: int = 2_000_000,  # characters to hold out at most
 ) -> Iterator[tuple[str, bool]]:  # (text, held out?)
-    "Stream a source or a mix. Raises CramError, FileNotFoundError or ConnectionError."
+    "Stream a source or a mix. Raises CramError or ConnectionError."
     report, parts, copies = report or Report(), mix_parts(data), set()
     apart, left = _held_apart(parts, report, heldout_limit), heldout_limit
     yield from ((piece, True) for text in apart for piece in split_long(text))
@@ -751,16 +702,17 @@ def source_version(data: Data) -> str:  # 16 hex digits, which change with the t
 
 # %% ../../nbs/library/text/sources.ipynb #e35dafd5
 def _version(data):
-    "The content of local files in the order of reading; of a set on the hub its name."
-    groups = split_files(data) if data.source == 'files' else [_folder_files(data)]
+    "The content of local files in the order of reading; else what the source is asked for."
+    read = READ_BY[data.source]
+    groups = split_files(data) if 'files' in read else [_folder_files(data)]
     if not any(groups):
-        return [data.hub_path, data.hub_name, data.hub_split, data.hub_revision]
+        return [getattr(data, name) for name in read]
     return [[(_kind_of(p), _content(p.resolve(), p.stat().st_mtime_ns)) for p in g] for g in groups]
 
 # %% ../../nbs/library/text/sources.ipynb #6b2da88b
 def _folder_files(data):
     "The files of a hub folder on this machine. Raises CramError for a folder that is not there."
-    path = data.hub_path if data.source in ('hub', 'tokens') else ''
+    path = data.hub_path if 'hub_path' in READ_BY[data.source] else ''
     if os.path.isdir(path):
         return sorted(p for p in Path(path).rglob('*') if p.is_file())
     if path.startswith(('/', '.', '~', 'hf://')):  # a name of the hub is OWNER/NAME

@@ -13,17 +13,15 @@ Docs: https://cramnb.github.io/cramnb/library/text/store.html.md"""
 # %% auto #0
 __all__ = ['SHARD', 'LEARN_FROM', 'PART_ROWS', 'FORMAT', 'FILES', 'Shards', 'each_shard', 'read_stage', 'clean_stage',
            'number_words', 'spread', 'word_ids', 'word_counts', 'learn', 'in_order', 'disk_needed', 'random_stage',
-           'store_key', 'store_folder', 'data_card', 'CorpusCard', 'check_files', 'Corpus']
+           'store_key', 'store_folder', 'data_card', 'CorpusCard', 'Corpus']
 
 # %% ../../nbs/library/text/store.ipynb #b46cbc45
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -39,34 +37,19 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 from joblib.externals.loky.process_executor import TerminatedWorkerError
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typing_extensions import TypedDict
 
-from ..core import CramError, DiskFull, disk_full, fingerprint, load_pretrained, nearest
-from ..core import printable, read_json, remove, whole, write_array, write_json, write_text
-from ..options import Data
-from cramnb.text.packing import (
-    Rows,
-    document_ids,
-    narrow,
-    order_keys,
-    pack,
-    stream_order,
-    write_rows,
-)
+from ..core import CramError, Missing, Unfinished, fingerprint, folder_of, load_pretrained
+from ..core import nearest, printable, read_json, record, remove, whole, write_array
+from ..core import write_json, write_text
+from ..options import READ_BY, Data
 from .clean import SecondLook, as_bytes, dropped_spans, is_trash, repeated_bytes, without
+from .packing import Rows, document_ids, narrow, order_keys, pack, stream_order
+from .packing import write_rows
 from .sources import Report, check_marks, documents, fetch_tokenizer, find_files
 from .sources import first_line, source_version, stream_rows
-from cramnb.text.tokenizer import (
-    SPECIAL_TOKENS,
-    encode,
-    template,
-    train_tokenizer,
-    word_splitter,
-    wrap,
-)
-from ..core import record
-from typing_extensions import TypedDict
+from .tokenizer import SPECIAL_TOKENS, encode, train_tokenizer, word_splitter
 
 # %% ../../nbs/library/text/store.ipynb #f9c6f09a
 SHARD = 16_000_000  # characters of a shard: this bounds the memory of every stage
@@ -86,14 +69,13 @@ class Shards:
         return sum(1 for _ in self.folder.glob('*.parquet'))
 
     def __getitem__(self, n: int) -> pa.Table:
-        path, build = self.path(n), self.folder.parent
         try:
-            return pq.ParquetFile(path).read()
+            return pq.ParquetFile(self.path(n)).read()
         except (PermissionError, MemoryError) as e:
-            raise CramError(f"{path} cannot be read: {first_line(e)}.") from None
+            raise Unfinished(f"{self.path(n)} cannot be read: {first_line(e)}.") from None
         except (OSError, pa.ArrowException) as e:
-            again = f"Delete {build} and call again to build it anew."
-            raise CramError(f"{path} is damaged ({first_line(e)}). {again}") from None
+            again = f"Delete {self.folder.parent} and call again to build it anew."
+            raise Unfinished(f"{self.path(n)} is damaged ({first_line(e)}). {again}") from None
 
     def write(self, n: int, **columns):
         with whole(self.path(n)) as temporary:
@@ -112,17 +94,14 @@ def each_shard(
     helpers = min(joblib.cpu_count(), len(todo), 16) if len(todo) >= 4 else 1
     parallel = joblib.Parallel(helpers, return_as='generator', idle_worker_timeout=5)
     try:
-        with (
-            warnings.catch_warnings(),
-            closing(parallel(joblib.delayed(job)(n) for n in todo)) as results,
-        ):
+        with warnings.catch_warnings(), closing(parallel(map(joblib.delayed(job), todo))) as made:
             warnings.simplefilter('ignore', UserWarning)  # joblib's, about tasks that were stopped
-            for done, _ in enumerate(results, total - len(todo) + 1):
+            for done, _ in enumerate(made, total - len(todo) + 1):
                 progress(stage, done, total)
     except TerminatedWorkerError as e:
-        last = ' '.join(str(e).split())
+        why = ' '.join(str(e).split())
         remedy = "Finished shards are kept. LOKY_MAX_CPU_COUNT=1 works with one process."
-        raise CramError(f"A process died while {stage}: {last} {remedy}") from None
+        raise Unfinished(f"A process died while {stage}: {why} {remedy}") from None
 
 # %% ../../nbs/library/text/store.ipynb #1d3da399
 def _make_shard(job, data, folder, old, new, n):
@@ -145,11 +124,9 @@ def _stage(job, data, folder, old, new, doing, progress):
 # %% ../../nbs/library/text/store.ipynb #97d712dd
 def _measure(shards):
     "Count what the shards hold."
-    counts = Counter(shards=len(shards), documents=0, characters=0)
-    for n in range(len(shards)):
-        sizes = pq.read_table(shards.path(n), columns=['characters'])['characters'].to_numpy()
-        counts.update(documents=len(sizes), characters=int(sizes.sum()))
-    return dict(counts)
+    tables = (pq.read_table(shards.path(n), columns=['characters']) for n in range(len(shards)))
+    sizes = pa.concat_tables(tables)['characters']
+    return dict(shards=len(shards), documents=len(sizes), characters=pc.sum(sizes).as_py() or 0)
 
 # %% ../../nbs/library/text/store.ipynb #980819e7
 def _text(texts):
@@ -164,33 +141,32 @@ def read_stage(
     progress: Callable,  # progress(stage, done, total or None)
 ) -> dict:  # counts, and what was met while reading
     "Read the source into shards of text. Raises CramError where there is none."
-    if (folder / 'read.json').exists():
-        return read_json(folder / 'read.json')
+    done, report = folder / 'read.json', Report()
+    if done.exists():
+        return read_json(done)
     remove(folder / 'text')
-    shards, report = Shards(folder / 'text'), Report()
-    count = dict(documents=0, characters=0, heldout_documents=0)
-    held, part, size = [], [], 0
+    shards, held, part, size, total = Shards(folder / 'text'), [], [], 0, 0
     for text, heldout in documents(data, report):
-        count['documents'] += 1
-        count['characters'] += len(text)
-        count['heldout_documents'] += heldout
+        total += len(text)
+        progress('reading', total / 1e6, data.max_megabytes or None)
         if heldout:
             held.append(text)
-        else:
-            part.append(text)
-            size += len(text)
+            continue
+        part.append(text)
+        size += len(text)
         if size >= SHARD:
             shards.write(len(shards), **_text(part))
             part, size = [], 0
-        progress('reading', count['characters'] / 1e6, data.max_megabytes or None)
     if part:
         shards.write(len(shards), **_text(part))
     if not len(shards):
         raise CramError(f"The source {data.source!r} holds no text to train on.")
     write_json(folder / 'held.json', held, indent=None)
-    count.update(reading=report.as_dict(), text=_measure(shards))
-    write_json(folder / 'read.json', count)
-    return read_json(folder / 'read.json')
+    text = _measure(shards)
+    counts = dict(documents=text['documents'] + len(held), characters=total)
+    counts |= dict(heldout_documents=len(held), text=text, reading=report.as_dict())
+    write_json(done, counts)
+    return read_json(done)
 
 # %% ../../nbs/library/text/store.ipynb #bd65c76c
 def _cut(data, folder, n, table):
@@ -302,9 +278,9 @@ def word_counts(
     step = -(-len(shards) // _LEARN_SHARDS)
     table = pa.concat_tables(shards[n] for n in range(0, len(shards), step))
     table = table.group_by('word', use_threads=False).aggregate([('count', 'sum')])
-    counts, total = table['count_sum'].to_numpy(), pc.sum(table['count_sum']).as_py() or 0
-    if total > LEARN_FROM:
-        counts = np.rint(counts * (LEARN_FROM / total)).astype(int)
+    counts = table['count_sum'].to_numpy()
+    if counts.sum() > LEARN_FROM:
+        counts = np.rint(counts * (LEARN_FROM / counts.sum())).astype(int)
     words = table['word'].filter(pa.array(counts > 0))
     return dict(zip(words.to_pylist(), counts[counts > 0].tolist()))
 
@@ -415,16 +391,13 @@ def _heldout(data, folder, tokenizer):
 def _clean_heldout(data, folder):
     "The held-out text without what also stands in the training text."
     held = read_json(folder / 'held.json', list)
-    if data.near_duplicates:
-        near = read_json(folder / 'held-near.json', list)
+    known = read_json(folder / 'held-near.json', list) if data.near_duplicates else []
     if data.deduplicate and held:
         raw = as_bytes(held)
         masks = [np.load(p) for p in sorted((folder / 'seen').glob('*.npy'))]
         seen = np.unpackbits(np.bitwise_or.reduce(masks), count=len(raw))
         held = without(raw, seen.astype(bool))
-    if data.near_duplicates:
-        held = [t for t, known in zip(held, near) if not known]
-    return [t for t in held if t.strip()]
+    return [t for n, t in enumerate(held) if t.strip() and not (known and known[n])]
 
 # %% ../../nbs/library/text/store.ipynb #a334d71a
 def _write_corpus(folder, vocab_size, rows, heldout, texts=()):
@@ -437,11 +410,7 @@ def _write_corpus(folder, vocab_size, rows, heldout, texts=()):
     return dict(rows=n, heldout_rows=held)
 
 # %% ../../nbs/library/text/store.ipynb #43c62157
-def _text_stage(
-    data: Data,  # the recipe's data
-    folder: Path,  # of the build
-    progress: Callable,  # progress(stage, done, total)
-) -> dict:  # counts
+def _text_stage(data, folder, progress):
     "From a source of text to the files of a corpus."
     if need := disk_needed(data):
         free = shutil.disk_usage(folder).free
@@ -470,64 +439,36 @@ def disk_needed(data: Data) -> int:  # bytes at most, 0 where the source's size 
     "What a build will need on the disk while it runs."
     size = limit = data.max_megabytes * 1e6
     if data.source == 'files':
-        size = 0
-        for path in find_files(data.files):
-            packed = path.suffix in ('.gz', '.zst')
-            size += path.stat().st_size * (4 if packed else 1)
+        packed = {'.gz': 4, '.zst': 4}
+        size = sum(p.stat().st_size * packed.get(p.suffix, 1) for p in find_files(data.files))
     return int(2.5 * min(size, limit or size))
 
-# %% ../../nbs/library/text/store.ipynb #5a7ed007
-@record
-class _Part(TypedDict):
-    rows: int  # so far
-    state: dict  # of the stream behind them
-    end: bool
-
 # %% ../../nbs/library/text/store.ipynb #9e01f85a
-PART_ROWS = 262_144  # rows of a part: what a stopped download loses at most
+PART_ROWS = 65_536  # rows of a part: what a stopped download loses at most
 
 # %% ../../nbs/library/text/store.ipynb #60c512ec
-def _fetch_parts(data, parts, progress):
-    "Write the stream in parts of about `PART_ROWS` rows, from where an earlier call stopped."
-    done = len(list(parts.glob('*.json')))
-    place = (
-        read_json(parts / f'{done - 1:05d}.json', _Part)
-        if done
-        else dict(rows=0, state={}, end=False)
-    )
-    if place['end']:
-        return
-    limit, n, held = data.max_rows or 2**62, place['rows'], []
-    stream = stream_rows(data, place['state'], min(4096, PART_ROWS))
-    for rows, state in chain(stream, [(None, None)]):  # None: the stream has ended
-        if rows is not None:
-            held.append(rows[: limit - n])
-            n += len(held[-1])
-        end = rows is None or n == limit
-        if held and (end or sum(map(len, held)) >= PART_ROWS):
-            write_rows(held, parts / f'{done:05d}.arrow', data.vocab_size)
-            write_json(parts / f'{done:05d}.json', dict(rows=n, state=state or {}, end=end))
-            progress('fetching rows', n, data.max_rows or None)
-            held, done = [], done + 1
-        if end:
+def _fetch_rows(data, parts, progress):
+    "Write the stream in parts, each with the state behind it, from where an earlier call stopped."
+    done, limit = sorted(parts.glob('*.json')), data.max_rows or 2**62
+    n = sum(len(Rows(p.with_suffix('.arrow'))) for p in done)
+    state = read_json(done[-1]) if done else {}
+    stream = stream_rows(data, state, PART_ROWS) if n < limit else ()
+    for number, (rows, state) in enumerate(stream, len(done)):
+        n += write_rows([rows[: limit - n]], parts / f'{number:05d}.arrow', data.vocab_size)
+        write_json(parts / f'{number:05d}.json', state)
+        progress('fetching rows', n, data.max_rows or None)
+        if n == limit:
             return
 
 # %% ../../nbs/library/text/store.ipynb #31534de3
-def _ready_stage(
-    data: Data,  # reads hub_path, hub_name, hub_split, max_rows, heldout
-    folder: Path,  # of the build
-    progress: Callable,  # progress(stage, done, total or None)
-) -> dict:  # counts
-    "Stream ready-made rows into the store. Raises CramError, or ConnectionError without network."
+def _ready_stage(data, folder, progress):
+    "Rows that somebody made ready, streamed into the store, and their tokenizer."
     tokenizer, parts = fetch_tokenizer(data.hub_path, folder / 'tokenizer'), folder / 'parts'
     size = len(tokenizer)
     if size != data.vocab_size:
-        raise CramError(
-            f"data.vocab_size={data.vocab_size}, but the tokenizer of {data.hub_path} "
-            f"has {size} entries: set it to that."
-        )
-    parts.mkdir(exist_ok=True)
-    _fetch_parts(data, parts, progress)
+        has = f"the tokenizer of {data.hub_path} has {size} entries"
+        raise CramError(f"data.vocab_size={data.vocab_size}, but {has}: set it to that.")
+    _fetch_rows(data, parts, progress)
     rows = sum(len(Rows(part)) for part in parts.glob('*.arrow'))
     share = max(data.heldout, min(0.1, 64 / max(rows, 1)))  # a small slice holds out something, too
     train, held = (_split_rows(parts, share, side) for side in (False, True))
@@ -550,37 +491,29 @@ def random_stage(
     progress: Callable,  # not used: it takes a moment
 ) -> dict:  # counts
     "Random rows with a tokenizer of `vocab_size` entries: no text, no network, any size."
-    special = len(SPECIAL_TOKENS)
-    names = [*SPECIAL_TOKENS, *(f'w{i}' for i in range(special, data.vocab_size))]
-    vocab = {name: i for i, name in enumerate(names)}
-    tok = Tokenizer(models.WordLevel(vocab, unk_token='[UNK]'))
-    tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tok.post_processor = template(data)
-    remove(folder / 'tokenizer')
-    wrap(tok, data.seq_length).save_pretrained(folder / 'tokenizer')
+    words = {f'w{i}': 1 for i in range(data.vocab_size)}
+    how = replace(data, tokenizer='WordLevel')
+    tokenizer = train_tokenizer(words, how, vocab_size=data.vocab_size)
+    with whole(folder / 'tokenizer') as temporary:
+        tokenizer.save_pretrained(temporary)
+    size, special = len(tokenizer), len(SPECIAL_TOKENS)
     n = data.max_rows or data.max_documents or 2048
     total = n + max(8, round(n * data.heldout))
-    first = special if data.vocab_size > special else 0
-    rng = np.random.default_rng(0)
-    rows = rng.integers(first, len(names), (total, data.seq_length))
+    first = special if size > special else 0
+    rows = np.random.default_rng(0).integers(first, size, (total, data.seq_length))
     if data.include_cls:
-        rows[:, 0] = SPECIAL_TOKENS.index('[CLS]')
-    return _write_corpus(folder, len(names), [rows[:n]], [rows[n:]])
+        rows[:, 0] = tokenizer.cls_token_id
+    return _write_corpus(folder, size, [rows[:n]], [rows[n:]])
 
 # %% ../../nbs/library/text/store.ipynb #d8d90fa2
 FORMAT = 6  # raise when the same options would give other rows: a test keeps a checksum of some
 
 # %% ../../nbs/library/text/store.ipynb #775fee13
 def _shaping(data):
-    "Leave out what this source and these steps do not read."
+    "Leave out what this source and these steps do not read; of files the content counts."
+    unread = {name for names in READ_BY.values() for name in names} - set(READ_BY[data.source])
+    unread |= {'files', 'heldout_files'}
     text = data.source not in ('tokens', 'random')
-    unread = set()
-    if data.source not in ('hub', 'tokens', 'mix'):
-        unread |= {'hub_path', 'hub_name', 'hub_split', 'hub_revision'}
-    if data.source not in ('files', 'hub', 'mix'):
-        unread.add('text_key')
-    if data.source != 'mix':
-        unread |= {'mix', 'files'}  # the content of files is in `source_version`
     if not text:
         unread |= {'lowercase', 'strip_accents', 'ascii_only', 'fold_punctuation', 'deduplicate'}
         unread |= {'near_duplicates', 'trash_cutoff', 'tokenizer'}
@@ -643,8 +576,7 @@ def data_card(card: dict) -> str:  # Markdown, with the metadata that the hub re
     "What the corpus is made of, and what was dropped on the way."
     known = card['data'] | card['counts'] | card
     where = known['mix'] or known['files'] or known['hub_path'] or known['source']
-    lines = [_HEAD.format(where=where, **known)]
-    lines += [f'- {notice}' for notice in card['notices']]
+    lines = [_HEAD.format(where=where, **known), *(f'- {notice}' for notice in card['notices'])]
     if 'documents' not in known:
         random = known['source'] == 'random'
         origin = 'of random tokens' if random else 'as their authors published them'
@@ -654,8 +586,7 @@ def data_card(card: dict) -> str:  # Markdown, with the metadata that the hub re
     lines.append(_BUILT.format(per_token=per_token, **known))
     for step, shown in known['dropped'].items():
         lines += _quoted(f'Dropped by {step}:', shown)
-    lines += _quoted('Rows that were kept:', card['examples'])
-    lines += ['Met while reading:', '']
+    lines += [*_quoted('Rows that were kept:', card['examples']), 'Met while reading:', '']
     for kind, n in known['reading']['counts'].items():
         lines.append(f"- {kind.replace('_', ' ')}: {n:,}")
     gave = '- source {}: {documents:,} documents, {characters:,} characters'
@@ -687,60 +618,48 @@ class CorpusCard(TypedDict):
 # %% ../../nbs/library/text/store.ipynb #19c9238b
 FILES = ('rows.arrow', 'heldout.arrow', 'heldout.json', 'token_counts.npy')
 FILES += ('tokenizer/tokenizer.json', 'tokenizer/tokenizer_config.json')
-_KEPT = (*FILES[:4], 'tokenizer', 'card.json', 'README.md', 'dataset_info.json', 'state.json')
+_KEPT = (*FILES[:4], 'tokenizer', 'card.json', 'README.md')
 
 # %% ../../nbs/library/text/store.ipynb #9a9ab364
 def _finish(data, build, counts):
     "Write the card, last of all."
     tokenizer = load_pretrained(PreTrainedTokenizerFast, build / 'tokenizer')
-    rows, key, size = Rows(build / 'rows.arrow'), store_key(data), len(tokenizer)
+    rows, size = Rows(build / 'rows.arrow'), len(tokenizer)
     cause = f"the text is too small for data.vocab_size={data.vocab_size:,}"
-    notices = [f"The vocabulary has {size:,} entries: {cause}."] * (size < data.vocab_size)
     shown = rows[np.linspace(0, len(rows) - 1, 3).astype(int)]
     card = dict(
         data=asdict(data),
         counts=counts,
-        key=key,
+        key=store_key(data),
         format=FORMAT,
-        notices=notices,
+        notices=[f"The vocabulary has {size:,} entries: {cause}."] * (size < data.vocab_size),
         vocab_size=size,
         fingerprint=_content_fingerprint(build, tokenizer),
         examples=[tokenizer.decode(row.tolist()) for row in shown],
         bytes={name: (build / name).stat().st_size for name in FILES},
         checksums={name: fingerprint(build / name) for name in FILES},
     )
-    _for_datasets(build, rows, key)
     write_text(build / 'README.md', data_card(card))
     write_json(build / 'card.json', card)
 
-# %% ../../nbs/library/text/store.ipynb #852bb2fc
-def _for_datasets(build, rows, key):
-    "Two small files with which `datasets.load_from_disk` reads the folder, to push it to the hub."
-    rows.dataset.info.write_to_directory(str(build))
-    nothing = dict.fromkeys(('_format_columns', '_format_type'))
-    state = dict(nothing, _format_kwargs={}, _output_all_columns=False, _split='train')
-    files = [dict(filename='rows.arrow')]
-    write_json(build / 'state.json', dict(state, _data_files=files, _fingerprint=key))
-
 # %% ../../nbs/library/text/store.ipynb #033b0347
-def check_files(
-    folder: Path,  # of a finished corpus
-    card: dict,  # its card
-):
+def _check_files(folder, card):
     "Compare every file with the card. Raises CramError naming the one that has changed."
     note, rows = folder / 'rows.checked', folder / 'rows.arrow'
-    for name, size in card['bytes'].items():
+    for name in FILES:  # all of them, whatever a card leaves out
+        size = card['bytes'].get(name)
         if not (folder / name).exists() or (folder / name).stat().st_size != size:
             raise CramError(f"{name} is cut or gone")
     state = rows.stat()
-    state = [state.st_size, state.st_mtime_ns, state.st_ctime_ns]
-    known = note.exists() and note.read_text() == json.dumps(state)
-    for name, checksum in card['checksums'].items():
+    state = json.dumps([state.st_size, state.st_mtime_ns, state.st_ctime_ns])
+    known = note.exists() and note.read_text() == state
+    for name in FILES:
+        checksum = card['checksums'].get(name)
         if not (known and name == rows.name) and fingerprint(folder / name) != checksum:
             raise CramError(f"{name} has changed")
     with suppress(CramError, OSError):  # a shared folder is read-only, or a thread was faster
         if not known:
-            write_text(note, json.dumps(state))
+            write_text(note, state)
 
 # %% ../../nbs/library/text/store.ipynb #6dd5ba40
 def _lock(folder, progress):
@@ -753,27 +672,9 @@ def _lock(folder, progress):
         progress('waiting for another process', 0, None)
         lock.acquire()
     except OSError as e:
-        raise CramError(
-            f"impl.path={folder.parent}: {e.strerror or e}. The corpus {folder.name} is not there "
-            "yet and cannot be built there: give a folder that can be written."
-        ) from None
+        where = f"impl.path={folder.parent}: {e.strerror or e}"
+        raise CramError(f"{where}. To build {folder.name}, give a folder to write to.") from None
     return lock
-
-# %% ../../nbs/library/text/store.ipynb #65830603
-def _after_failure(build, error):
-    "Keep what took time; leave nothing behind where nothing was built. Returns the error to raise."
-    kept = (build / 'read.json').exists() or any((build / 'parts').glob('*.json'))
-    if not kept:
-        remove(build)
-        Path(f'{build}'.removesuffix('.partial') + '.lock').unlink(missing_ok=True)
-        if not any(build.parent.iterdir()):
-            build.parent.rmdir()
-    if disk_full(error) or isinstance(error, DiskFull):
-        what = f"The disk is full: {build} cannot grow. Free some space and call again"
-        return DiskFull(f"{what}; finished parts are kept.")
-    if isinstance(error, CramError) and kept:
-        return CramError(f"{error} What is finished stays in {build}.")
-    return error
 
 # %% ../../nbs/library/text/store.ipynb #d3632ec6
 def _build(data, folder, progress):
@@ -785,9 +686,14 @@ def _build(data, folder, progress):
         if not (build / 'card.json').exists():
             _finish(data, build, stage(data, build, progress))
     except BaseException as e:
-        if (error := _after_failure(build, e)) is e:
-            raise
-        raise error from None
+        refused = isinstance(e, CramError) and not isinstance(e, Unfinished)
+        kept = (build / 'read.json').exists() and not refused  # other options have another build
+        if not kept and not any((build / 'parts').glob('*.json')):
+            remove(build)
+            Path(f'{folder}.lock').unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.parent.rmdir()  # where it is empty
+        raise
     for scrap in build.iterdir():
         if scrap.name not in _KEPT:
             remove(scrap)
@@ -795,13 +701,13 @@ def _build(data, folder, progress):
     build.rename(folder)
 
 # %% ../../nbs/library/text/store.ipynb #e3ecd6c4
-def _options(**given):
-    "The options of a corpus. Raises CramError for a name that is none."
-    known = [f.name for f in fields(Data)]
+def _options(given, **own):
+    "The options of a corpus. Raises CramError for a name that is none, or not the user's."
+    known = [f.name for f in fields(Data) if f.name not in ('source', *own)]
     for name in given:
         if name not in known:
             raise CramError(f"A corpus has no option {name!r}.{nearest(name, known)}")
-    return Data(**given)
+    return Data(**given, **own)
 
 # %% ../../nbs/library/text/store.ipynb #4b4d3940
 def _write_texts(texts, path):
@@ -809,14 +715,11 @@ def _write_texts(texts, path):
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
         raise CramError(f"texts is a {type(texts).__name__}: give a list of texts.")
     some = False
-    with path.open('w', encoding='utf-8') as file:
+    with path.open('w', encoding='utf-8', errors='backslashreplace') as file:
         for n, text in enumerate(texts):
             if not isinstance(text, str):
                 raise CramError(f"texts[{n}] is {type(text).__name__}, not str.")
-            try:
-                file.write(json.dumps(dict(text=text), ensure_ascii=False) + '\n')
-            except UnicodeEncodeError as e:
-                raise CramError(f"texts[{n}] holds half a character: {e.reason}.") from None
+            file.write(json.dumps(dict(text=text), ensure_ascii=False) + '\n')
             some = some or bool(text.strip())
     if not some:
         raise CramError("texts holds no text.")
@@ -832,6 +735,9 @@ class Corpus:
     tokenizer: PreTrainedTokenizerFast  # of the rows
     card: dict  # options and counts; empty where nobody wrote one
 
+    def __post_init__(self):
+        self.place = self.folder.absolute()  # the program may go to another folder
+
     @classmethod
     def build(
         cls,
@@ -840,7 +746,9 @@ class Corpus:
         progress: Callable = lambda *_: None,  # progress(stage, done, total)
     ) -> 'Corpus':
         "Find a corpus or build it; a build that was stopped goes on. Raises CramError."
-        where = store_folder(data, os.path.expanduser(folder))
+        if not isinstance(data, Data):
+            raise CramError(f"data is a {type(data).__name__}: give Data options.")
+        where = store_folder(data, folder_of(folder))
         if not (where / 'card.json').exists():  # before the lock: a shared folder may be read-only
             with _lock(where, progress):
                 if not (where / 'card.json').exists():
@@ -852,20 +760,19 @@ class Corpus:
         cls,
         folder: str | Path,  # of one corpus
     ) -> 'Corpus':
-        "Open a finished corpus. Raises FileNotFoundError, or CramError for damage."
-        folder = Path(os.path.expanduser(folder))
+        "Open a finished corpus. Raises Missing, or CramError for damage."
+        folder = folder_of(folder)
         again = f"Delete {folder}, and it will be built again."
         if not (folder / 'card.json').exists():
-            raise FileNotFoundError(f"{folder} holds no finished corpus.")
+            raise Missing(f"{folder} holds no finished corpus.")
         card = read_json(folder / 'card.json', CorpusCard, again)
         try:
-            check_files(folder, card)
+            _check_files(folder, card)
             tokenizer = load_pretrained(PreTrainedTokenizerFast, folder / 'tokenizer')
             check_marks(tokenizer, 'its tokenizer')
             rows, heldout = Rows(folder / 'rows.arrow'), Rows(folder / 'heldout.arrow')
         except (PermissionError, MemoryError) as e:  # no damage: nothing is to be deleted
-            reason = getattr(e, 'strerror', None) or 'there is not enough memory'
-            raise CramError(f"{folder} cannot be read: {reason}.") from None
+            raise CramError(f"{folder} cannot be read: {first_line(e)}.") from None
         except Exception as e:  # ours, and Arrow's and the tokenizer's own about damaged bytes
             raise CramError(f"{folder} is damaged ({first_line(e)}). {again}") from None
         return cls(folder, rows, heldout, tokenizer, card)
@@ -878,15 +785,22 @@ class Corpus:
         **options,  # fields of `Data`: vocab_size, seq_length and so on
     ) -> 'Corpus':
         "Build a corpus of texts, or find it built. Raises CramError for what is no text."
-        folder, data = Path(os.path.expanduser(folder)), _options(source='files', **options)
+        folder, data = folder_of(folder), _options(options, source='files', files='')
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with tempfile.TemporaryDirectory(prefix='texts-', dir=folder) as scratch:
                 file = Path(scratch, 'texts.jsonl')
                 _write_texts(texts, file)
                 # named by its content: a run finds its text again, and one text is kept once
-                kept = file.replace(folder / f'texts_{fingerprint(file)[:12]}.jsonl')
-            return cls.build(replace(data, files=str(kept)), folder)
+                kept = folder / f'texts_{fingerprint(file)[:12]}.jsonl'
+                known = kept.exists()
+                file.replace(kept)
+            try:
+                return cls.build(replace(data, files=str(kept)), folder)
+            except CramError as e:
+                if not (known or isinstance(e, Unfinished)):
+                    remove(kept)
+                raise
         finally:
             with suppress(OSError):
                 folder.rmdir()  # where a mistake has left it empty
@@ -899,10 +813,11 @@ class Corpus:
         **options,  # fields of `Data`
     ) -> 'Corpus':
         "Build a corpus of files, or find it built."
+        if not isinstance(paths, (str, Path, list, tuple)):
+            raise CramError(f"paths is a {type(paths).__name__}: give a path, or a list of paths.")
         paths = [paths] if isinstance(paths, (str, Path)) else paths
-        return cls.build(
-            _options(source='files', files=','.join(map(str, paths)), **options), folder
-        )
+        data = _options(options, source='files', files=','.join(map(str, paths)))
+        return cls.build(data, folder)
 
     @classmethod
     def from_hub(
@@ -913,7 +828,7 @@ class Corpus:
         **options,  # fields of `Data`
     ) -> 'Corpus':
         "Build a corpus of a data set of the hub, or find it built."
-        return cls.build(_options(source='hub', hub_path=path, hub_name=name, **options), folder)
+        return cls.build(_options(options, source='hub', hub_path=path, hub_name=name), folder)
 
     def batch(self, start: int, n: int, seed: int) -> np.ndarray:
         "Rows `start` to `start+n` of the endless stream of epochs, integer [n, T]."
@@ -926,7 +841,7 @@ class Corpus:
 
     def heldout_documents(self) -> list[str]:
         "The held-out text, for the exam that is made from it."
-        return read_json(self.folder / 'heldout.json', list)
+        return read_json(self.place / 'heldout.json', list)
 
     @property
     def vocab_size(self) -> int:
@@ -936,8 +851,7 @@ class Corpus:
     @property
     def document_end(self) -> int:
         "The token that ends a document. Raises CramError where the rows have none."
-        written = self.card.get('data', {}).get('include_sep', True)
-        if not written or self.tokenizer.sep_token_id is None:
+        if not self.card.get('data', {}).get('include_sep', True):
             remedy = "block-diagonal attention needs data.include_sep=True."
             raise CramError(f"The corpus leaves no mark where a document ends: {remedy}")
         return self.tokenizer.sep_token_id
@@ -945,7 +859,7 @@ class Corpus:
     @property
     def token_counts(self) -> np.ndarray:
         "How often each token occurs in all training rows, int64 [V]."
-        return np.load(self.folder / 'token_counts.npy')
+        return np.load(self.place / 'token_counts.npy')
 
     @property
     def fingerprint(self) -> str:

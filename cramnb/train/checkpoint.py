@@ -31,16 +31,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from cramnb.core import (
-    CramError,
-    fingerprint,
-    read_json,
-    remove,
-    whole,
-    write_json,
-    Damaged,
-    record,
-)
+from ..core import CramError, Damaged, fingerprint, read_json, record, remove, whole
+from ..core import write_json
 from .loop import TrainState, Loop
 
 # %% ../../nbs/library/train/checkpoint.ipynb #bd99a715
@@ -241,28 +233,6 @@ def newest_sound(
 # %% ../../nbs/library/train/checkpoint.ipynb #540528cb
 _AGAIN = 'start over with fresh=True'
 
-# %% ../../nbs/library/train/checkpoint.ipynb #3cbc7bf2
-def _put_weights(checkpoint, model):
-    weights, own = load_file(checkpoint / 'model.safetensors'), dict(model.named_parameters())
-    if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in own.items()}:
-        raise CramError(
-            f"{checkpoint} belongs to another model than the recipe describes: give the same "
-            f"arch and data as before, or {_AGAIN}."
-        )
-    with torch.no_grad():
-        for name, w in weights.items():
-            own[name].copy_(w)
-
-# %% ../../nbs/library/train/checkpoint.ipynb #867aade9
-def _check_identity(checkpoint, written, now):
-    for what, value in (now or {}).items():
-        was = written.get(what, value)
-        if was != value:
-            raise CramError(
-                f"{checkpoint} was written with another {what} ({was}, now {value}): give the "
-                f"same {what} as before, or {_AGAIN}."
-            )
-
 # %% ../../nbs/library/train/checkpoint.ipynb #ef0ad126
 def restore(
     checkpoint: Path,  # a sound one
@@ -272,8 +242,19 @@ def restore(
 ) -> dict:  # the extra values
     "Put back all that was saved. Raises CramError for another run, corpus or model."
     meta = read_json(checkpoint / 'state.json', SavedState)
-    _check_identity(checkpoint, meta['identity'], identity)
-    _put_weights(checkpoint, trainer.model)
+    for what, value in (identity or {}).items():
+        was = meta['identity'].get(what, value)
+        if was != value:
+            problem = f"{checkpoint} was written with another {what} ({was}, now {value})"
+            raise CramError(f"{problem}: give the same {what} as before, or {_AGAIN}.")
+    weights = load_file(checkpoint / 'model.safetensors')
+    own = dict(trainer.model.named_parameters())
+    if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in own.items()}:
+        problem = f"{checkpoint} belongs to another model than the recipe describes"
+        raise CramError(f"{problem}: give the same arch and data as before, or {_AGAIN}.")
+    with torch.no_grad():
+        for name, w in weights.items():
+            own[name].copy_(w)
     stored = load_file(checkpoint / 'optimizer.safetensors')
     tensors = {k: t.clone() for k, t in stored.items()}  # off the file, which goes one day
     trainer.optimizer.load_state_dict(put_tensors(meta['optimizer'], tensors))

@@ -130,23 +130,17 @@ class NoSyncLoss:
         with nullcontext() if self.left == 0 else self.ddp.no_sync():
             return self.ddp(batch)
 
-# %% ../../nbs/library/train/distributed.ipynb #4b11a65f
-def _check_split(batch_size, size):
-    "Each process needs the same number of rows."
-    if batch_size % size:
-        near = max(1, round(batch_size / size)) * size
-        raise CramError(
-            f"train.batch_size={batch_size} does not split over {size} processes: give a multiple "
-            f"of {size}, such as {near}."
-        )
-
 # %% ../../nbs/library/train/distributed.ipynb #da2dc0ad
 class ParallelLoop(Loop):
     "A trainer that is one of several: own rows, one average per update, decisions for all."
 
     def __init__(self, world: World, *args, **options):  # the rest as for a Loop
         super().__init__(*args, **options)
-        _check_split(self.train.batch_size, world.size)
+        batch, size = self.train.batch_size, world.size
+        if batch % size:
+            near = f'give a multiple of {size}, such as {max(1, round(batch / size)) * size}.'
+            problem = f'train.batch_size={batch} does not split over {size} processes'
+            raise CramError(f'{problem}: {near}')
         together = world.smallest(self.microbatch_size) * world.size
         self.microbatch_size = min(together, self.train.batch_size)
         clock, should_stop = self.clock, self.should_stop

@@ -190,40 +190,35 @@ def adamw_8bit(
         ) from None
     return AdamW8bit(groups, **options)
 
-# %% ../../nbs/library/train/optim.ipynb #cc87ff03
-def _make(name, model, train, precision):
-    "The optimizer of that name; to add one, add a line here and its name to Train.optimizer."
-    groups, o = decay_groups(model, train.weight_decay), torch.optim
-    adam = dict(lr=train.lr, betas=tuple(train.betas), eps=train.eps)
-    fused = _fused([p for g in groups for p in g['params']])
-    match name:
-        case 'adamw':
-            return o.AdamW(groups, **adam, fused=fused)
-        case 'adam':
-            return o.Adam(groups, **adam, fused=fused)
-        case 'radam':
-            return o.RAdam(groups, **adam, decoupled_weight_decay=True)
-        case 'sgd':
-            how = dict(momentum=train.momentum, nesterov=train.momentum > 0)
-            return o.SGD(groups, lr=train.lr, **how)
-        case 'adafactor':
-            return o.Adafactor(groups, lr=train.lr)
-        case 'lion':
-            return Lion(groups, lr=train.lr, betas=train.betas)
-        case 'muon':
-            return build_muon(model, train, precision)
-        case 'adamw8bit':
-            return adamw_8bit(groups, **adam)
-
 # %% ../../nbs/library/train/optim.ipynb #d9dde4a4
 def build_optimizer(
     model: nn.Module,  # its parameters, grouped by name
     train: Train,  # reads optimizer, lr, muon_lr, betas, eps, momentum, weight_decay
     precision: torch.dtype = torch.float32,  # of the run, for Muon's products
 ) -> Optimizer | CombinedOptimizer:  # each group remembers its peak rate under 'peak_lr'
-    "One factory; decay is decoupled but in `adam` and `sgd`. Raises CramError for other names."
+    "One factory: to add one, add a line here and its name to Train.optimizer. Raises CramError."
     Train(optimizer=train.optimizer)  # refuses a name that is not there
-    optimizer = _make(train.optimizer, model, train, precision)
+    groups, o = decay_groups(model, train.weight_decay), torch.optim
+    adam = dict(lr=train.lr, betas=tuple(train.betas), eps=train.eps)
+    fused = _fused([p for g in groups for p in g['params']])
+    match train.optimizer:
+        case 'adamw':
+            optimizer = o.AdamW(groups, **adam, fused=fused)
+        case 'adam':
+            optimizer = o.Adam(groups, **adam, fused=fused)
+        case 'radam':
+            optimizer = o.RAdam(groups, **adam, decoupled_weight_decay=True)
+        case 'sgd':
+            how = dict(momentum=train.momentum, nesterov=train.momentum > 0)
+            optimizer = o.SGD(groups, lr=train.lr, **how)
+        case 'adafactor':
+            optimizer = o.Adafactor(groups, lr=train.lr)
+        case 'lion':
+            optimizer = Lion(groups, lr=train.lr, betas=train.betas)
+        case 'muon':
+            optimizer = build_muon(model, train, precision)
+        case 'adamw8bit':
+            optimizer = adamw_8bit(groups, **adam)
     for group in optimizer.param_groups:
         group['peak_lr'] = group['lr']
     return optimizer

@@ -15,7 +15,6 @@ __all__ = ['SCHEDULES', 'lr_factor', 'batch_size_at', 'microbatches']
 # %% ../../nbs/library/train/schedule.ipynb #8a9c44af
 import math
 
-from ..core import CramError
 from ..options import SCHEDULE_NAMES, schedule_name
 
 # %% ../../nbs/library/train/schedule.ipynb #b6b1787e
@@ -98,11 +97,8 @@ def lr_factor(
     warmup: float = 0.0,  # share of the budget to warm up
     cooldown: float = 0.0,  # share of the budget to cool down
 ) -> float:  # from 0 to 1, times the peak learning rate
-    "The height of a learning-rate schedule. Raises CramError for what cannot be."
+    "The height of a learning-rate schedule. Raises CramError for an unknown name."
     shape = SCHEDULES[schedule_name(name)]
-    if not 0 <= warmup <= 1 - cooldown <= 1:
-        message = f"warmup={warmup} and cooldown={cooldown} must be shares, together 1 at most."
-        raise CramError(message)
     return max(0.0, shape(min(max(float(x), 0.0), 1.0), warmup, cooldown))
 
 # %% ../../nbs/library/train/schedule.ipynb #b66eacc5
@@ -113,10 +109,7 @@ def batch_size_at(
     microbatch_size: int,  # sequences per pass, on all devices together
     ramp: float,  # share of the budget over which the batch grows; 0: full size from the start
 ) -> int:  # sequences of the next update, in whole microbatches until the full size is reached
-    "Grow the batch from one microbatch to the full batch. Raises CramError for what cannot be."
-    if batch_size < 1 or microbatch_size < 1 or not 0 <= ramp < math.inf:
-        sizes = f'batch_size={batch_size}, microbatch_size={microbatch_size} and ramp={ramp}'
-        raise CramError(f'{sizes} are not possible: sizes begin at 1, and ramps at 0.')
+    "Grow the batch from one microbatch to the full batch."
     if not ramp or x >= ramp:
         return batch_size
     steps = math.floor(max(x, 0.0) * batch_size / (ramp * microbatch_size)) + 1
