@@ -167,16 +167,16 @@ def sentences(
 
 # %% ../../nbs/library/judge/tasks.ipynb #48983287
 def scramble(
-    sentence: str,  # two different words or more
+    sentence: str,  # four words or more, the inner ones not all alike
     rng: np.random.Generator,  # the only source of randomness
-) -> str:  # the same words in another order
-    "Spoil a sentence: shuffle its words until something has moved."
-    words = sentence.split()
+) -> str:  # the same words, the inner ones in another order
+    "Spoil a sentence; capital and full stop stay in their place, where a look would find them."
+    first, *words, last = sentence.split()
     for _ in range(20):
         new = [words[i] for i in rng.permutation(len(words))]
         if new != words:
             break
-    return ' '.join(new)
+    return ' '.join([first, *new, last])
 
 # %% ../../nbs/library/judge/tasks.ipynb #1a1116de
 def replace_words(
@@ -381,6 +381,9 @@ def own_task(
     task = _describe(name, sum(tables, []), metric, text_columns, label_column)
     return task, _checked(task, dict(zip(('train', 'dev'), tables)), label_column), remark
 
+# %% ../../nbs/library/judge/tasks.ipynb #17057651
+_OTHERS = dict(sentence1='premise', sentence2='hypothesis')  # SuperGLUE has these names in RTE
+
 # %% ../../nbs/library/judge/tasks.ipynb #79b5f540
 def _check_columns(where, rows, wanted):
     "Raises CramError for a table without rows or without a column."
@@ -512,9 +515,6 @@ def _find(folder, stems):
             if found:
                 return found
     return []
-
-# %% ../../nbs/library/judge/tasks.ipynb #17057651
-_OTHERS = dict(sentence1='premise', sentence2='hypothesis')  # SuperGLUE has these names in RTE
 
 # %% ../../nbs/library/judge/tasks.ipynb #42fc060a
 _TSV = {name: (*TASKS[name].fields, 'label') for name in GLUE}  # columns of GLUE's own files
