@@ -20,7 +20,7 @@ def readme() -> dict[str, bytes]:
     )
     body, resources = MarkdownExporter(config=config).from_filename(str(ROOT / "nbs/index.ipynb"))
     body = re.sub(r"\]\(([\w/]+\.ipynb)(#[\w-]+)?\)", r"](nbs/\1\2)", body)
-    what = "The pipeline from raw text to score, with the chapters of each stage"
+    what = "The pipeline from raw text to score, with the lessons of each stage"
     body = body.replace("![svg](", f"![{what}](")
     body = re.sub(r"[ ]+\n", "\n", body)
     body = re.sub(r"\n{3,}", "\n\n", body).strip() + "\n"
