@@ -24,7 +24,7 @@ PARTS = {
 }
 PAGES = {x["href"]: x["text"] for part in PARTS.values() for x in part}
 NOTEBOOKS = [ROOT / "nbs/index.ipynb", *(ROOT / "nbs" / href for href in PAGES)]
-CHAPTERS = [p for p in NOTEBOOKS[1:] if p.parent.name == "nbs"]
+LESSONS = [p for p in NOTEBOOKS if p.name[:2].isdigit()]
 LIBRARY = [p for p in NOTEBOOKS if "library" in p.parts]
 FLOORS = ("", "text", "model", "train", "judge", "run", "book")  # imports go to the left only
 DOORS = ("cli", "cram")  # beside the floor, and above all folders
@@ -184,19 +184,19 @@ def test_notebooks_and_modules_are_in_step_and_clean(tmp_path):
         assert made == now.read_text(encoding="utf-8"), f"{now.name} is out of step: make ready"
 
 
-def test_a_library_notebook_is_a_module_and_a_chapter_is_none():
+def test_a_library_notebook_is_a_module_and_no_other_is():
     made = []
     for path in NOTEBOOKS:
         found = re.findall(r"#\|\s*default_exp ([\w.]+)", "\n".join(map(source, cells(path))))
         name = ".".join(path.relative_to(ROOT / "nbs").with_suffix("").parts)
         wanted = [name.removeprefix("library.")] if path in LIBRARY else []
-        assert [x for x in found if x != "mini"] == wanted, path  # chapters write mini
+        assert [x for x in found if x != "mini"] == wanted, path  # lessons write mini
         made += found
-    by_hand = {"mini", "__main__"}  # mini is written by the chapters
+    by_hand = {"mini", "__main__"}  # mini is written by the lessons
     assert set(made) | by_hand == set(modules()) | by_hand
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if cells(p, "code")], ids=lambda p: p.stem)
 def test_outputs_are_stored_and_sound(path):
     outputs = [o for c in cells(path, "code") for o in c["outputs"]]
     assert outputs, "no stored outputs"
@@ -216,7 +216,7 @@ def test_a_notebook_opens_with_a_title_and_one_line(path):
     assert not any(re.search(r"^\s*from \S+ import \*", c, re.M) for c in code), "a star import"
 
 
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
 def test_colab_installs_before_the_first_import(path):
     "One guarded, hidden cell, before anything of ours is imported."
     code = [source(c) for c in cells(path, "code")]
@@ -238,8 +238,8 @@ def test_the_sidebar_is_the_order():
         if not {".ipynb_checkpoints", "_proc"} & set(p.parts)
     }
     assert there == {"index.ipynb", *PAGES}, "the sidebar lists each notebook once"
-    assert [p.name[:2] for p in CHAPTERS] == [f"{i:02}" for i in range(len(CHAPTERS))], "gaps"
-    for path in CHAPTERS:
+    assert [p.name[:2] for p in LESSONS] == [f"{i:02}" for i in range(len(LESSONS))], "gaps"
+    for path in LESSONS:
         assert PAGES[path.name] == f"{path.name[:2]} {title(path)}", "another title"
     for path in LIBRARY:
         href = str(path.relative_to(ROOT / "nbs"))
@@ -319,7 +319,7 @@ def test_readme_is_the_index():
     for name, content in readme().items():
         assert (ROOT / name).read_bytes() == content, f"{name} is out of step: make readme"
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for path in CHAPTERS:
+    for path in LESSONS:
         line = f"[{path.name[:2]} {title(path)}](nbs/{path.name})"
         assert line in text, f"the map of chapters lacks {line}"
     assert text.index("make cram") < text.index("make test") < 1500
