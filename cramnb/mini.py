@@ -1,8 +1,8 @@
-"""What a BERT is, what the rules of cramming are, and what three minutes of training make
+"""What a BERT is, the rules of cramming, and what three minutes of training can do
 
-From raw text to a held-out loss, in plain lines: what the lessons teach, and nothing of ours is
-imported. `python -m cramnb.mini [FOLDER] [SECONDS]` trains on the text files of a folder, or on
-the documentation of Python, and goes on where it was killed.
+From raw text to a held-out loss, in plain lines: what the lessons teach, with no import from the
+library. `python -m cramnb.mini [FOLDER] [SECONDS]` trains on the text files of a folder, or on the
+documentation of Python, and resumes where it was killed.
 
 Docs: https://cramnb.github.io/cramnb/start.html.md"""
 
