@@ -37,9 +37,9 @@ from torch import Tensor, nn
 # %% ../nbs/01_text.ipynb #d798fb30
 def clean(
     documents: list[str],  # as they come
-    seen: set[str],  # sentences that came before; gets those of these documents
-) -> list[str]:  # documents, some of them shorter, some of them gone
-    "Cut sentences that came before; keep a document if it has enough words."
+    seen: set[str],  # sentences seen before; this call adds its own
+) -> list[str]:  # the documents that remain, some of them shorter
+    "Cut sentences seen before; keep a document if enough of it is words."
     kept = []
     for text in documents:
         new = []
@@ -66,8 +66,8 @@ SPELLING = normalizers.Sequence(  # one spelling for one word: Café becomes caf
 # %% ../nbs/01_text.ipynb #fb54e070
 def docs_in(
     path: Path,  # a Python file
-) -> list[str]:  # its docstrings, without examples; none where the file is not Python
-    "The English in a file of Python, read without running it."
+) -> list[str]:  # its docstrings, without examples; empty if the file is not Python
+    "Collect the English of a Python file without running it."
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # an odd backslash in a foreign file
@@ -84,7 +84,7 @@ def read_documents(
     folder: str = '',  # of text files; '' is the built-in corpus, the documentation of Python
     limit: int = 16_000_000,  # bytes
 ) -> list[str]:  # documents
-    "A document is a paragraph of a file, or a docstring of an installed library."
+    "Read paragraphs of text files, or docstrings of installed libraries."
     if folder:
         files = sorted(path for path in Path(folder).rglob('*') if path.suffix in ('.txt', '.md'))
         texts = [path.read_text(encoding='utf-8', errors='replace') for path in files]
@@ -106,7 +106,7 @@ def is_kept_apart(
     text: str,  # a document
     share: float = 0.15,  # of all documents
 ) -> bool:  # the same answer in each run
-    "A checksum decides which documents are never trained on."
+    "Let a checksum decide which documents are never trained on."
     return zlib.crc32(text.encode('utf-8', 'replace')) % 10_000 < share * 10_000
 
 # %% ../nbs/02_tokens.ipynb #14a522f4
