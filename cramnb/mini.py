@@ -115,9 +115,9 @@ SPECIAL = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]']  # tokens 0 to 4 of eve
 # %% ../nbs/02_tokens.ipynb #838806a6
 def learn_tokenizer(
     documents: list[str],  # clean text
-    vocab_size: int = 4096,  # V, if the text supports so many
+    vocab_size: int = 4096,  # V, or fewer if the text runs out of merges
 ) -> Tokenizer:  # tokenizer.encode(text).ids
-    "Learn a vocabulary by merging pairs; a word is cut into the longest pieces it knows."
+    "Learn a vocabulary by merging pairs; cut each word into the longest known pieces."
 
     def tokenizer(vocab):
         made = Tokenizer(models.WordPiece(vocab, unk_token='[UNK]', max_input_chars_per_word=100))
@@ -138,7 +138,7 @@ def encode_all(
     tokenizer: Tokenizer,  # from `learn_tokenizer`
     documents: list[str],  # clean text
 ) -> list[list[int]]:  # token ids of each
-    "Text to tokens, with [SEP] at the end of each document."
+    "Turn text into ids, with [SEP] at the end of each document."
     sep = SPECIAL.index('[SEP]')
     return [encoded.ids + [sep] for encoded in tokenizer.encode_batch_fast(documents)]
 
