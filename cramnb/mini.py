@@ -146,7 +146,7 @@ def encode_all(
 def pack_rows(
     documents: list[list[int]],  # token ids of each
     seq_length: int = 128,  # T
-) -> tuple[np.ndarray, np.ndarray]:  # uint16 (n, T) rows, and the tokens left at the end
+) -> tuple[np.ndarray, np.ndarray]:  # uint16 (n, T) rows, and the tokens left over
     "Lay documents end to end and cut the stream into rows."
     stream = np.concatenate([[], *documents]).astype(np.uint16)
     n = len(stream) // seq_length
@@ -155,11 +155,11 @@ def pack_rows(
 # %% ../nbs/03_rows.ipynb #df4700ac
 def rows_at(
     start: int,  # first place in the endless stream of epochs
-    size: int,  # places
-    n: int,  # rows of an epoch
+    size: int,  # how many places
+    n: int,  # rows in an epoch
     seed: int = 0,  # of the run
 ) -> list[int]:  # numbers of rows
-    "The row numbers at these places; each epoch has an order of its own."
+    "Say which rows are read at these places; each epoch has its own order."
     first, last = start // n, (start + size - 1) // n
     epochs = [np.random.default_rng([seed, k]).permutation(n) for k in range(first, last + 1)]
     return np.concatenate(epochs)[start - first * n :][:size].tolist()
