@@ -169,7 +169,7 @@ def mask_rows(
     rows: Tensor,  # (B, T) int64 token ids
     vocab_size: int,  # V
     generator: torch.Generator,  # of all draws
-    probability: float = 0.25,  # share of a row that is asked
+    probability: float = 0.25,  # share of a row that is asked for
 ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T) input_ids, (B, T) labels, (B, k) columns
     "Ask for k tokens of each row: 80 % [MASK], 10 % random, 10 % kept."
     k, first = max(1, round(probability * rows.shape[1])), len(SPECIAL)
@@ -189,7 +189,7 @@ def generator_at(
     number: int,  # of the microbatch
     seed: int = 0,  # of the run
 ) -> torch.Generator:  # for its masks
-    "Randomness from seed and number alone: a resumed run needs no saved state."
+    "Make a generator from seed and number alone: a resumed run needs no saved state."
     # a large factor, so that two seeds do not share numbers
     return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
 
@@ -199,8 +199,8 @@ def batch_at(
     rows: np.ndarray,  # (n, T)
     vocab_size: int,  # V
     size: int = 32,  # rows of a microbatch
-) -> tuple[Tensor, Tensor, Tensor]:  # as `mask_rows` gives them
-    "The batch at this place of the run."
+) -> tuple[Tensor, Tensor, Tensor]:  # as from `mask_rows`
+    "Make the batch at this place of the run."
     picked = rows[rows_at(number * size, size, len(rows))].astype(np.int64)
     return mask_rows(torch.from_numpy(picked), vocab_size, generator_at(number))
 
