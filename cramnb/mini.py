@@ -210,7 +210,7 @@ def attend(
     k: Tensor,  # (…, T, K)
     v: Tensor,  # (…, T, K)
 ) -> tuple[Tensor, Tensor]:  # (…, T, K) mixtures, (…, T, T) weights
-    "Products are scores, softmax makes shares of them, shares mix the values."
+    "Score keys against queries, turn scores into shares, mix the values by share."
     weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)  # mT swaps the last axes
     return weights @ v, weights
 
@@ -218,7 +218,7 @@ def attend(
 def turned(
     x: Tensor,  # (…, T, K) queries or keys
 ) -> Tensor:  # (…, T, K)
-    "Rotary: pair (i, i+K/2) turns by place / 10000^(2i/K); products feel the distance."
+    "Turn pair (i, i+K/2) by place / 10000^(2i/K), so that products depend on the distance."
     T, K = x.shape[-2:]
     angle = torch.arange(T)[:, None] * 10_000.0 ** (-torch.arange(0.0, K, 2) / K)
     angle = torch.cat([angle, angle], dim=-1)
@@ -227,7 +227,7 @@ def turned(
 
 # %% ../nbs/05_attention.ipynb #h05a0014
 class SelfAttention(nn.Module):
-    "Many heads side by side, between one matrix for q, k, v and one for the way out."
+    "Many heads side by side: one matrix makes q, k and v, another mixes the results."
 
     def __init__(self, D: int, H: int):
         super().__init__()
