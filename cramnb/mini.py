@@ -245,7 +245,7 @@ class SelfAttention(nn.Module):
 
 # %% ../nbs/06_encoder.ipynb #h06a0002
 class Block(nn.Module):
-    "Attention, then a gated MLP; each reads a normed copy of the stream, adds to it."
+    "Attention, then a gated MLP; each reads a normed copy of the stream and adds to it."
 
     def __init__(self, D: int, H: int, wide: int):
         super().__init__()
@@ -262,7 +262,7 @@ class Block(nn.Module):
 
 # %% ../nbs/06_encoder.ipynb #h06a0003
 class Encoder(nn.Module):
-    "Words take in their neighbours, and pass through the layers between two norms."
+    "Tokens take in their neighbours, then pass through the layers, between two norms."
 
     def __init__(
         self,
