@@ -291,7 +291,7 @@ class Encoder(nn.Module):
 
 # %% ../nbs/07_guess.ipynb #3b5173dc
 class MaskedLM(nn.Module):
-    "An encoder, and scores of all words from the table of their vectors, where asked."
+    "An encoder, and a decoder that scores all words at the columns that are asked for."
 
     def __init__(self, V: int, **sizes):
         super().__init__()
