@@ -11,7 +11,7 @@
 - `cramnb.judge.probe`: Any masked language model fills the blanks of a text
 - `cramnb.judge.score`: Several seeds, the median, the spread, and why published averages differ
 - `cramnb.judge.tasks`: GLUE's exams, a suite from held-out text, and tables of one's own: their rows, and how answers are counted
-- `cramnb.mini`: What a BERT is, what the rules of cramming are, and what three minutes of training make
+- `cramnb.mini`: What a BERT is, the rules of cramming, and what three minutes of training can do
 - `cramnb.model.attention`: Queries meet keys, by hand or by the fastest kernel at hand
 - `cramnb.model.encoder`: Configuration, embeddings, layers and masks of crammed-BERT, as a model of transformers
 - `cramnb.model.mlm`: A decoder that looks only where it is asked, classifiers, and their entry in transformers

@@ -1,8 +1,8 @@
-"""What a BERT is, what the rules of cramming are, and what three minutes of training make
+"""What a BERT is, the rules of cramming, and what three minutes of training can do
 
-From raw text to a held-out loss, in plain lines: what the lessons teach, and nothing of ours is
-imported. `python -m cramnb.mini [FOLDER] [SECONDS]` trains on the text files of a folder, or on
-the documentation of Python, and goes on where it was killed.
+From raw text to a held-out loss, in plain lines: what the lessons teach, with no import from the
+library. `python -m cramnb.mini [FOLDER] [SECONDS]` trains on the text files of a folder, or on the
+documentation of Python, and resumes where it was killed.
 
 Docs: https://cramnb.github.io/cramnb/start.html.md"""
 
@@ -37,9 +37,9 @@ from torch import Tensor, nn
 # %% ../nbs/01_text.ipynb #d798fb30
 def clean(
     documents: list[str],  # as they come
-    seen: set[str],  # sentences that came before; gets those of these documents
-) -> list[str]:  # documents, some of them shorter, some of them gone
-    "Cut sentences that came before; keep a document if it has enough words."
+    seen: set[str],  # sentences seen before; this call adds its own
+) -> list[str]:  # the documents that remain, some of them shorter
+    "Cut sentences seen before; keep a document if enough of it is words."
     kept = []
     for text in documents:
         new = []
@@ -66,8 +66,8 @@ SPELLING = normalizers.Sequence(  # one spelling for one word: Café becomes caf
 # %% ../nbs/01_text.ipynb #fb54e070
 def docs_in(
     path: Path,  # a Python file
-) -> list[str]:  # its docstrings, without examples; none where the file is not Python
-    "The English in a file of Python, read without running it."
+) -> list[str]:  # its docstrings, without examples; empty if the file is not Python
+    "Collect the English of a Python file without running it."
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # an odd backslash in a foreign file
@@ -84,7 +84,7 @@ def read_documents(
     folder: str = '',  # of text files; '' is the built-in corpus, the documentation of Python
     limit: int = 16_000_000,  # bytes
 ) -> list[str]:  # documents
-    "A document is a paragraph of a file, or a docstring of an installed library."
+    "Read paragraphs of text files, or docstrings of installed libraries."
     if folder:
         files = sorted(path for path in Path(folder).rglob('*') if path.suffix in ('.txt', '.md'))
         texts = [path.read_text(encoding='utf-8', errors='replace') for path in files]
@@ -106,7 +106,7 @@ def is_kept_apart(
     text: str,  # a document
     share: float = 0.15,  # of all documents
 ) -> bool:  # the same answer in each run
-    "A checksum decides which documents are never trained on."
+    "Let a checksum decide which documents are never trained on."
     return zlib.crc32(text.encode('utf-8', 'replace')) % 10_000 < share * 10_000
 
 # %% ../nbs/02_tokens.ipynb #14a522f4
@@ -115,9 +115,9 @@ SPECIAL = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]']  # tokens 0 to 4 of eve
 # %% ../nbs/02_tokens.ipynb #838806a6
 def learn_tokenizer(
     documents: list[str],  # clean text
-    vocab_size: int = 4096,  # V, if the text supports so many
+    vocab_size: int = 4096,  # V, or fewer if the text runs out of merges
 ) -> Tokenizer:  # tokenizer.encode(text).ids
-    "Learn a vocabulary by merging pairs; a word is cut into the longest pieces it knows."
+    "Learn a vocabulary by merging pairs; cut each word into the longest known pieces."
 
     def tokenizer(vocab):
         made = Tokenizer(models.WordPiece(vocab, unk_token='[UNK]', max_input_chars_per_word=100))
@@ -138,7 +138,7 @@ def encode_all(
     tokenizer: Tokenizer,  # from `learn_tokenizer`
     documents: list[str],  # clean text
 ) -> list[list[int]]:  # token ids of each
-    "Text to tokens, with [SEP] at the end of each document."
+    "Turn text into ids, with [SEP] at the end of each document."
     sep = SPECIAL.index('[SEP]')
     return [encoded.ids + [sep] for encoded in tokenizer.encode_batch_fast(documents)]
 
@@ -146,7 +146,7 @@ def encode_all(
 def pack_rows(
     documents: list[list[int]],  # token ids of each
     seq_length: int = 128,  # T
-) -> tuple[np.ndarray, np.ndarray]:  # uint16 (n, T) rows, and the tokens left at the end
+) -> tuple[np.ndarray, np.ndarray]:  # uint16 (n, T) rows, and the tokens left over
     "Lay documents end to end and cut the stream into rows."
     stream = np.concatenate([[], *documents]).astype(np.uint16)
     n = len(stream) // seq_length
@@ -155,11 +155,11 @@ def pack_rows(
 # %% ../nbs/03_rows.ipynb #df4700ac
 def rows_at(
     start: int,  # first place in the endless stream of epochs
-    size: int,  # places
-    n: int,  # rows of an epoch
+    size: int,  # how many places
+    n: int,  # rows in an epoch
     seed: int = 0,  # of the run
 ) -> list[int]:  # numbers of rows
-    "The row numbers at these places; each epoch has an order of its own."
+    "Say which rows are read at these places; each epoch has its own order."
     first, last = start // n, (start + size - 1) // n
     epochs = [np.random.default_rng([seed, k]).permutation(n) for k in range(first, last + 1)]
     return np.concatenate(epochs)[start - first * n :][:size].tolist()
@@ -169,7 +169,7 @@ def mask_rows(
     rows: Tensor,  # (B, T) int64 token ids
     vocab_size: int,  # V
     generator: torch.Generator,  # of all draws
-    probability: float = 0.25,  # share of a row that is asked
+    probability: float = 0.25,  # share of a row that is asked for
 ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T) input_ids, (B, T) labels, (B, k) columns
     "Ask for k tokens of each row: 80 % [MASK], 10 % random, 10 % kept."
     k, first = max(1, round(probability * rows.shape[1])), len(SPECIAL)
@@ -189,7 +189,7 @@ def generator_at(
     number: int,  # of the microbatch
     seed: int = 0,  # of the run
 ) -> torch.Generator:  # for its masks
-    "Randomness from seed and number alone: a resumed run needs no saved state."
+    "Make a generator from seed and number alone: a resumed run needs no saved state."
     # a large factor, so that two seeds do not share numbers
     return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
 
@@ -199,8 +199,8 @@ def batch_at(
     rows: np.ndarray,  # (n, T)
     vocab_size: int,  # V
     size: int = 32,  # rows of a microbatch
-) -> tuple[Tensor, Tensor, Tensor]:  # as `mask_rows` gives them
-    "The batch at this place of the run."
+) -> tuple[Tensor, Tensor, Tensor]:  # as from `mask_rows`
+    "Make the batch at this place of the run."
     picked = rows[rows_at(number * size, size, len(rows))].astype(np.int64)
     return mask_rows(torch.from_numpy(picked), vocab_size, generator_at(number))
 
@@ -210,7 +210,7 @@ def attend(
     k: Tensor,  # (…, T, K)
     v: Tensor,  # (…, T, K)
 ) -> tuple[Tensor, Tensor]:  # (…, T, K) mixtures, (…, T, T) weights
-    "Products are scores, softmax makes shares of them, shares mix the values."
+    "Score keys against queries, turn scores into shares, mix the values by share."
     weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)  # mT swaps the last axes
     return weights @ v, weights
 
@@ -218,7 +218,7 @@ def attend(
 def turned(
     x: Tensor,  # (…, T, K) queries or keys
 ) -> Tensor:  # (…, T, K)
-    "Rotary: pair (i, i+K/2) turns by place / 10000^(2i/K); products feel the distance."
+    "Turn pair (i, i+K/2) by place / 10000^(2i/K), so that products depend on the distance."
     T, K = x.shape[-2:]
     angle = torch.arange(T)[:, None] * 10_000.0 ** (-torch.arange(0.0, K, 2) / K)
     angle = torch.cat([angle, angle], dim=-1)
@@ -227,7 +227,7 @@ def turned(
 
 # %% ../nbs/05_attention.ipynb #h05a0014
 class SelfAttention(nn.Module):
-    "Many heads side by side, between one matrix for q, k, v and one for the way out."
+    "Many heads side by side: one matrix makes q, k and v, another mixes the results."
 
     def __init__(self, D: int, H: int):
         super().__init__()
@@ -245,7 +245,7 @@ class SelfAttention(nn.Module):
 
 # %% ../nbs/06_encoder.ipynb #h06a0002
 class Block(nn.Module):
-    "Attention, then a gated MLP; each reads a normed copy of the stream, adds to it."
+    "Attention, then a gated MLP; each reads a normed copy of the stream and adds to it."
 
     def __init__(self, D: int, H: int, wide: int):
         super().__init__()
@@ -262,7 +262,7 @@ class Block(nn.Module):
 
 # %% ../nbs/06_encoder.ipynb #h06a0003
 class Encoder(nn.Module):
-    "Words take in their neighbours, and pass through the layers between two norms."
+    "Tokens take in their neighbours, then pass through the layers, between two norms."
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class Encoder(nn.Module):
 
 # %% ../nbs/07_guess.ipynb #3b5173dc
 class MaskedLM(nn.Module):
-    "An encoder, and scores of all words from the table of their vectors, where asked."
+    "An encoder, and a decoder that scores all words at the columns that are asked for."
 
     def __init__(self, V: int, **sizes):
         super().__init__()
