@@ -199,10 +199,11 @@ def batch_at(
     rows: np.ndarray,  # (n, T)
     vocab_size: int,  # V
     size: int = 32,  # rows of a microbatch
+    seed: int = 0,  # of the run
 ) -> tuple[Tensor, Tensor, Tensor]:  # as from `mask_rows`
     "Make the batch at this place of the run."
-    picked = rows[rows_at(number * size, size, len(rows))].astype(np.int64)
-    return mask_rows(torch.from_numpy(picked), vocab_size, generator_at(number))
+    picked = rows[rows_at(number * size, size, len(rows), seed)].astype(np.int64)
+    return mask_rows(torch.from_numpy(picked), vocab_size, generator_at(number, seed))
 
 # %% ../nbs/05_attention.ipynb #cbf299f5
 def attend(

@@ -424,6 +424,8 @@ def _batch_at(my):
     )
     ids, labels, _ = my.batch_at(0, rows[3:4], 500, 1)
     same(torch.where(labels == -100, ids, labels)[0].tolist(), list(whole[3]), 'batch_at: labels')
+    first, other = (my.batch_at(0, rows, 500, 8, seed)[0].tolist() for seed in (0, 1))
+    ask(first != other, 'batch_at gives the same batch for another seed')
     largest = my.batch_at(0, rows % 20 + 5, 30, 24)[0].max().item()
     ask(largest < 30, f'batch_at(0, rows, 30, 24) gives token {largest}, 29 is the last one')
     many = [my.batch_at(n, rows[:1], 500, 1)[2] for n in range(4)]
