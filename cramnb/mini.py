@@ -468,11 +468,11 @@ def load(
                 state[part] = value if value.ndim else value.item()
     return run
 
-# %% ../nbs/12_exam.ipynb #f99e0a69
+# %% ../nbs/12_exam.ipynb #44020fff
 def sentences(
     text: str,  # a document
 ) -> list[str]:  # in one spelling, of 5 to 30 words
-    "Plain sentences: letters, commas and a mark at the end; tables and code are left out."
+    "Plain sentences: letters, commas and a mark; tables and code are left out."
     text = ' '.join(SPELLING.normalize_str(text).split())
     found = re.findall(r"(?:^|(?<=[.!?] ))[a-z][a-z ,'-]+[.!?](?= |$)", text)
     return [sentence for sentence in found if 5 <= len(sentence.split()) <= 30]
@@ -494,9 +494,9 @@ def make_exam(
     learn, judge = ([part[i] for i in draw.permutation(len(part))] for part in parts)
     return learn[:most], judge[: most // 2]
 
-# %% ../nbs/12_exam.ipynb #44de1691
+# %% ../nbs/12_exam.ipynb #e21dbee5
 class Classifier(nn.Module):
-    "A copy of a pretrained encoder, and a fresh head that reads the mean of its vectors."
+    "A copy of a pretrained encoder, and a fresh head on the mean of its vectors."
 
     def __init__(self, model: nn.Module, classes: int = 2):
         super().__init__()
@@ -506,7 +506,7 @@ class Classifier(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:  # (B, T) -> (B, classes)
         return self.head(self.encoder(input_ids).mean(1))
 
-# %% ../nbs/12_exam.ipynb #7d886b20
+# %% ../nbs/12_exam.ipynb #843cdc15
 def same_lengths(
     ids: list[list[int]],  # texts
     size: int,  # of a batch, at most
@@ -516,7 +516,9 @@ def same_lengths(
     lengths = {}
     for i in draw.permutation(len(ids)).tolist():
         lengths.setdefault(len(ids[i]), []).append(i)
-    batches = [x[i : i + size] for x in lengths.values() for i in range(0, len(x), size)]
+    batches = []
+    for same in lengths.values():
+        batches += [same[i : i + size] for i in range(0, len(same), size)]
     return [batches[i] for i in draw.permutation(len(batches))]
 
 # %% ../nbs/12_exam.ipynb #f2728394
@@ -542,14 +544,14 @@ def fine_tune(
         student.zero_grad()
     return student
 
-# %% ../nbs/12_exam.ipynb #29834096
+# %% ../nbs/12_exam.ipynb #aae89ba9
 @torch.no_grad()
 def accuracy(
     student: nn.Module,  # from `fine_tune`
     ids: list[list[int]],  # texts
     labels: list[int],  # their classes
 ) -> float:  # 0 to 1
-    "The share of right answers. Each text is asked alone: no answer depends on another text."
+    "The share of right answers; each text is asked alone."
     answers = [student(torch.tensor([row])).argmax().item() for row in ids]
     return sum(a == b for a, b in zip(answers, labels)) / len(labels)
 
@@ -572,16 +574,17 @@ def score(
 def prepare(
     folder: str,  # of text files, or ''
     where: Path,  # folder of the run
-) -> tuple[Tokenizer, np.ndarray, np.ndarray, tuple[list, list]]:  # rows, held-out rows, exam
+) -> tuple:  # tokenizer, rows to train on, rows to measure with, exam
     "Text to rows and an exam, once: a resumed run finds them in its folder."
     if not (where / 'rows.npy').exists():
         documents, seen = read_documents(folder), set()
         texts = clean([text for text in documents if not is_kept_apart(text)], seen)
         apart = clean([text for text in documents if is_kept_apart(text)], seen)
         tokenizer, exam = learn_tokenizer(texts), make_exam(apart)
-        rows, heldout = (pack_rows(encode_all(tokenizer, part))[0] for part in (texts, apart))
+        rows = pack_rows(encode_all(tokenizer, texts))[0]
+        heldout = pack_rows(encode_all(tokenizer, apart))[0]
         if not all(map(len, (rows, heldout, *exam))):
-            sys.exit(f'{folder}: too little text in .txt and .md files for rows and an exam.')
+            sys.exit(f'{folder}: too little text (.txt, .md) for rows and an exam.')
         where.mkdir(exist_ok=True)
         tokenizer.save(str(where / 'tokenizer.json'))
         (where / 'exam.json').write_text(json.dumps(exam))
@@ -591,22 +594,23 @@ def prepare(
     exam = json.loads((where / 'exam.json').read_text())
     return Tokenizer.from_file(str(where / 'tokenizer.json')), rows, heldout, exam
 
-# %% ../nbs/15_program.ipynb #2eb06e52
+# %% ../nbs/15_program.ipynb #209d049f
 def export(
     model: nn.Module,  # a MaskedLM
     tokenizer: Tokenizer,  # from `learn_tokenizer`
     folder: Path,  # gets four files
 ):
-    "Write a folder that Hugging Face's Auto classes load wherever `cramnb` is imported."
+    "Write what Hugging Face's Auto classes load wherever `cramnb` is imported."
     folder.mkdir(exist_ok=True)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     save_file(weights, folder / 'model.safetensors', dict(format='pt'))
     (V, D), layers = model.decoder.weight.shape, model.model.layers
     config = dict(
-        model_type='crammed_bert', vocab_size=V, hidden_size=D, classifier_hidden_size=D,
-        num_hidden_layers=len(layers), num_attention_heads=layers[0].attention.H,
-        intermediate_size=layers[0].mlp.input.out_features, position_embedding_type='rotary',
-        qk_norm=True, neighbours=True, zero_init_residual=True,
+        model_type='crammed_bert', vocab_size=V, num_hidden_layers=len(layers),
+        hidden_size=D, num_attention_heads=layers[0].attention.H,
+        intermediate_size=layers[0].mlp.input.out_features, classifier_hidden_size=D,
+        position_embedding_type='rotary', qk_norm=True, neighbours=True,
+        zero_init_residual=True,
     )  # fmt: skip
     (folder / 'config.json').write_text(json.dumps(config))
     whole = Tokenizer.from_str(tokenizer.to_str())
@@ -633,8 +637,10 @@ def main(
     torch.manual_seed(0)
     model = MaskedLM(V)
     untrained = copy.deepcopy(model)
-    run = load(path, model) if path.exists() else dict(updates=0, elapsed=0.0, states={})
-    print(f'{len(rows):,} rows of 128 tokens, {V:,} in the vocabulary; run: {path.parent}')
+    run = dict(updates=0, elapsed=0.0, states={})
+    if path.exists():
+        run = load(path, model)
+    print(f'{len(rows):,} rows, {V:,} in the vocabulary; run: {path.parent}')
     losses, last = [], run['elapsed']
     for loss in train(model, lambda n: batch_at(n, rows, V), seconds, run, clock=clock):
         losses.append(loss)
@@ -654,12 +660,8 @@ def main(
     return loss, scores[0][0], scores[1][0]
 
 # %% ../nbs/15_program.ipynb #5eb4c6d6
-if __name__ == '__main__' and '__file__' in globals():  # as a program, not in a notebook
-    usage = 'usage: python -m cramnb.mini [FOLDER] [SECONDS, more than 0]'
-    try:
-        seconds = float(sys.argv[2] if sys.argv[2:] else 180)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf or len(sys.argv) > 3 or sys.argv[1:2] in (['-h'], ['--help']):
-        sys.exit(usage)
-    main(*sys.argv[1:2], seconds=seconds)
+if __name__ == '__main__' and '__file__' in globals():  # not in a notebook
+    folder, seconds, *more = [*sys.argv[1:], *['', '180'][len(sys.argv) - 1 :]]
+    if more or folder.startswith('-') or not re.fullmatch(r'[1-9]\d*', seconds):
+        sys.exit('usage: python -m cramnb.mini [FOLDER] [SECONDS]')
+    main(folder, float(seconds))
