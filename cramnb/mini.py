@@ -607,7 +607,8 @@ def prepare(
         tokenizer.save(str(where / 'tokenizer.json'))
         (where / 'exam.json').write_text(json.dumps(exam))
         np.save(where / 'heldout.npy', heldout)
-        np.save(where / 'rows.npy', rows)  # the last one: then all four are there
+        np.save(where / 'new.npy', rows)
+        (where / 'new.npy').replace(where / 'rows.npy')  # last, and whole
     rows, heldout = (np.load(where / f'{name}.npy') for name in ('rows', 'heldout'))
     exam = json.loads((where / 'exam.json').read_text())
     return Tokenizer.from_file(str(where / 'tokenizer.json')), rows, heldout, exam

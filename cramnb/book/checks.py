@@ -129,6 +129,11 @@ EXPRESSIONS = dict(  # name in mini -> what must be the same
     + ['(mean_loss(model, batches), [p.grad for p in model.parameters()])'],
     unigram_loss=['unigram_loss(rows, 50, batches)', 'unigram_loss(rows, 70, batches)']
     + ['unigram_loss(rows[:9], 50, batches[:1])'],
+    fill=["fill(reader, tokenizer, 'The [MASK] runs [MASK] it')"]
+    + [
+        "fill(reader, small_tokenizer, '[MASK] clock', most=2)",
+        "fill(doubter, tokenizer, '[MASK]')",
+    ],
     sentences=['sentences(prose)', 'sentences(prose[60:])', 'sentences(texts[0])'],
     Classifier=['shapes(Classifier(model))', 'shapes(Classifier(wider, 3))']
     + ['filled(Classifier(model))(tokens)', 'gradients(filled(Classifier(wider, 3)), tokens)'],
@@ -157,6 +162,8 @@ def _given():
         ids=[[7, 8, 9, 3], [5, 3], [], list(range(300, 310)), [60_000, 3]],
         q=q, k=k, v=v, x=x, tokens=tokens, columns=torch.tensor([[0, 3], [5, 2]]), sizes=sizes,
         model=_model(), wider=_filled(mini.MaskedLM(50, D=32, depth=1, H=2, wide=16)),
+        reader=_filled(mini.MaskedLM(80, D=16, depth=1, H=2, wide=32)),
+        doubter=_filled(mini.MaskedLM(80, D=16, depth=1, H=2, wide=32), 0.3),
         student=_student(0), other=_student(1), batches=_batches(),
         prose=_PROSE, short=[[5 + 3 * i, 7, 40 - i][: 1 + i % 3] for i in range(8)],
         rows=np.arange(5, 365, dtype=np.uint16).reshape(30, 12) % 41,
