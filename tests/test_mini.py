@@ -45,13 +45,15 @@ def batch():
     return masking.MaskedBatch(*mini.mask_rows(rows, V, mini.generator_at(0)))
 
 
+WORDS = "river card clock model word bank field garden letter night".split()
+
+
 def documents(n=400):
     "Sentences of a small grammar: much of it can be learnt in seconds."
     draw = np.random.default_rng(0)
-    nouns = "river card clock model word bank field garden letter night".split()
     verbs = "sees finds keeps moves likes".split()
     told = "The {} {} the {}, and then the {} {} it again."
-    kinds = nouns, verbs, nouns, nouns, verbs
+    kinds = WORDS, verbs, WORDS, WORDS, verbs
     return [told.format(*(draw.choice(kind) for kind in kinds)) for _ in range(n)]
 
 
@@ -247,7 +249,7 @@ def model_after(updates, size, batches):
     return model
 
 
-def test_an_exam_is_passed_better_after_reading():
+def test_after_reading_an_exam_is_passed_better_and_a_blank_gets_a_noun():
     apart, rest = documents(900)[:300], documents(900)[300:]
     tok = mini.learn_tokenizer(rest)
     size = tok.get_vocab_size()
@@ -260,6 +262,9 @@ def test_an_exam_is_passed_better_after_reading():
     lowest, highest = mini.score(reader, tok, exam)[1], mini.score(fresh, tok, exam)[2]
     assert lowest > highest + 0.1
     assert all(map(torch.equal, kept, reader.parameters())), "an exam leaves the model as it is"
+    blanks = mini.fill(reader, tok, "The [MASK] sees the [MASK], and then the card finds it again.")
+    assert all(word in WORDS for guesses in blanks for word, _ in guesses) and len(blanks) == 2
+    assert mini.fill(fresh, tok, "The [MASK] sees.")[0][0][0] == "[MASK]", "it says what it sees"
 
 
 def test_shuffled_questions_keep_their_words_and_documents_their_side():
@@ -270,9 +275,6 @@ def test_shuffled_questions_keep_their_words_and_documents_their_side():
     assert sorted(found[0] | found[1]) == sorted(set(asked)) and not found[0] & found[1]
     for question, intact in sides[0] + sides[1]:
         assert question.endswith(".") and (question.capitalize() in texts) == bool(intact)
-
-
-WORDS = "river card clock model word bank field garden letter night".split()
 
 
 def test_an_exported_model_is_the_librarys_and_the_way_back_is_open(tmp_path):
