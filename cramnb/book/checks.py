@@ -172,8 +172,8 @@ def _given():
 
 _PROSE = (
     (
-        'The baker gave me a warm loaf. Call f(x) now and then, please! It is late. What did the '
-        'Café on the hill sell? Nobody, not even the clock-maker, knew. The sum of 12 and 3 is 15. '
+        'The baker gave me a warm loaf. Call f(x) now and then, please! It is quite late. What '
+        'did the Café on the hill sell? Nobody, not even the clock-maker, knew. 12 and 3 make 15. '
     )
     + 'word ' * 31
     + 'end. It ends with a good line'
@@ -636,8 +636,14 @@ def _same_lengths(my):
     orders = [my.same_lengths(ids, 4, np.random.default_rng(seed)) for seed in (0, 0, 1, 2)]
     ask(same_lists(*orders[:2]), 'same_lengths draws from elsewhere than its generator')
     ask(not same_lists(*orders[1:3]), 'same_lengths gives the same batches for each draw')
-    firsts = {len(ids[my.same_lengths(ids, 2, np.random.default_rng(k))[0][0]]) for k in range(9)}
-    ask(len(firsts) > 1, 'same_lengths does not shuffle its batches')
+    mixed = False
+    for k in range(9):
+        lengths = [len(ids[b[0]]) for b in my.same_lengths(ids, 2, np.random.default_rng(k))]
+        mixed |= sum(a != b for a, b in zip(lengths, lengths[1:])) > 2
+    ask(mixed, 'same_lengths does not shuffle its batches')
+    drawn = [my.same_lengths(ids, 2, np.random.default_rng(k)) for k in range(9)]
+    together = {frozenset(frozenset(b) for b in batches) for batches in drawn}
+    ask(len(together) > 3, 'same_lengths puts the same texts together for each draw')
 
 
 def _toy():
@@ -668,6 +674,10 @@ def _fine_tune(my):
     again = my.fine_tune(model, ids, right, 0, 6, 3e-3)
     alike = all(map(torch.equal, again.parameters(), student.parameters()))
     ask(alike, 'fine_tune: one seed gives two results')
+    got, want = (of.fine_tune(model, ids[:1] * 64, [1] * 64, 3) for of in (my, mini))
+    for name, p in want.named_parameters():
+        what = f'fine_tune(model, {ids[:1]} * 64, [1] * 64, 3): {name}'
+        same(got.get_parameter(name).detach(), p.detach(), what, 1e-3)
     wide = my.fine_tune(_given()['wider'], [[5, 6]], [0], epochs=0)
     D = wide.encoder.final_norm.weight.numel()
     ask(D == 32, f'fine_tune of a model with D = 32 gives a classifier with D = {D}')
@@ -695,6 +705,7 @@ def _score(my):
     (_, one, same_one), (middle, low, high) = results
     ask(one == same_one, 'score(…, seeds=1) is more than one trial')
     ask(low < high, 'score: all seeds give the same trial')
+    ask(4 * middle % 1 == 0, f'score gives {middle} for four questions, the median is asked')
     ask(low <= middle < high, f'score gives {middle} of {low} to {high}, the median is asked')
 
 # %% ../../nbs/library/book/checks.ipynb #bc18f85d
@@ -716,6 +727,8 @@ def _prepare(my):
             ask(len(got) == 4, 'prepare gives a tokenizer, rows, held-out rows and an exam')
             same(list(got[1:3]), list(want[1:3]), 'prepare(folder, where)[1:3]')
             ask(len(got[3]) == 2 and all(got[3]), 'prepare makes no exam')
+            bags = [{tuple(sorted(q.split())) for q, _ in x[3][0]} for x in (got, want)]
+            ask(bags[0] == bags[1], 'prepare makes its exam from other documents than those apart')
             (folder / 'a.txt').unlink()
             again = my.prepare(str(folder), runs[0])
             same(list(again[1:3]), list(got[1:3]), 'prepare, called again: rows')
@@ -746,15 +759,29 @@ def _export(my):
 
 @_specially
 def _main(my):
+    def run(where, dies_at=99):
+        def clock():
+            ticks.append(len(ticks))
+            if ticks[-1] == dies_at:
+                raise KeyboardInterrupt
+            return float(ticks[-1])
+
+        ticks = []
+        with redirect_stdout(io.StringIO()), suppress(KeyboardInterrupt):
+            return my.main(folder, 2.0, f'{folder}/{where}', clock), len(ticks)
+
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / 'a.txt').write_text(_prose())
-        with redirect_stdout(io.StringIO()):
-            told = [my.main(folder, 0.5, f'{folder}/run') for _ in range(2)]
-        fine = isinstance(told[0], tuple) and len(told[0]) == 3 and math.isfinite(sum(told[0]))
-        ask(fine, f'main gives {_short(told[0])}; loss, score and score untrained are asked')
-        ask(told[0][0] > 0 and told[0][2] <= 1, f'main gives {_short(told[0])}: loss, score, score')
-        ask((Path(folder) / 'run/checkpoint.safetensors').exists(), 'main leaves no checkpoint')
-        same(list(told[1]), list(told[0]), 'main, called again when its time is over', 1e-3)
+        told, ticks = run('whole')
+        fine = isinstance(told, tuple) and len(told) == 3 and math.isfinite(sum(told))
+        ask(fine, f'main gives {_short(told)}; loss, score and score untrained are asked')
+        ask(told[0] > 0 and max(told[1:]) <= 1, f'main gives {_short(told)}: loss, score, score')
+        for name in ('checkpoint.safetensors', 'model/config.json'):
+            ask((Path(folder) / 'whole' / name).exists(), f'main leaves no {name}')
+        run('killed', dies_at=3)
+        again, more = run('killed')
+        same(list(again), list(told), 'main, killed and called again', 1e-3)
+        ask(more < ticks, 'main, killed and called again, begins at the beginning')
 
 # %% ../../nbs/library/book/checks.ipynb #2d23a8b8
 def examine(
