@@ -683,4 +683,5 @@ if __name__ == '__main__' and '__file__' in globals():  # not in a notebook
     folder, seconds, *more = [*sys.argv[1:], *['', '180'][len(sys.argv) - 1 :]]
     if more or folder.startswith('-') or not re.fullmatch(r'[1-9]\d*', seconds):
         sys.exit('usage: python -m cramnb.mini [FOLDER] [SECONDS]')
-    main(folder, float(seconds))
+    name = Path(folder).resolve().name  # each text has a run of its own
+    main(folder, float(seconds), f'mini-run-{name}' if folder else 'mini-run')

@@ -339,6 +339,11 @@ def test_the_command_ends_with_a_loss_and_goes_on_when_called_again(tmp_path):
     assert re.search(r"exam: [\d.]+%.*untrained: [\d.]+%", told[1])
     again = subprocess.run([*words, "1"], **how)  # its time is over, and nothing has changed
     assert again.stdout.splitlines()[-2:] == told
+    (tmp_path / "other").mkdir()  # another text does not go on with this one's run
+    other = subprocess.run([*words[:-1], "other", "1"], **how)
+    assert other.returncode == 1 and "too little text" in other.stderr
+    for wrong in (["other", "0"], ["other", "ten"], ["other", "1", "more"], ["--help"]):
+        assert "usage" in subprocess.run([*words[:-1], *wrong], **how).stderr, wrong
 
 
 def test_too_little_text_is_said_in_one_line_and_leaves_nothing_behind(tmp_path):
