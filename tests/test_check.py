@@ -74,7 +74,8 @@ def test_mini_is_as_asked(name):
 
 
 IN_PLACE = ("adamw_step", "muon_step", "step")  # they return nothing
-VALUES = [n for n in FUNCTIONS if n not in (*IN_PLACE, "train", "save", "main", "read_documents")]
+SLOW = ("train", "save", "export", "main", "read_documents")
+VALUES = [n for n in FUNCTIONS if n not in (*IN_PLACE, *SLOW)]
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -84,7 +85,7 @@ def test_zeros_nan_and_nothing_are_found(name):
         assert told(name, lambda *a, **k: spoilt(function(*a, **k), how)), how.__name__
 
 
-@pytest.mark.parametrize("name", [*IN_PLACE, "train", "save"])
+@pytest.mark.parametrize("name", [*IN_PLACE, "train", "save", "export"])
 def test_what_does_nothing_is_found(name):
     assert told(name, lambda *a, **k: []).startswith(name)
 
@@ -145,6 +146,35 @@ def without_random_state(path, model):
     return run
 
 
+class Sharing(mini.Classifier):
+    def __init__(self, model, classes=2):
+        super().__init__(model, classes)
+        self.encoder = model.model
+
+
+def padding(ids, size, draw):
+    order = draw.permutation(len(ids)).tolist()
+    return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+def with_moving_marks(documents, most=1000, seed=0):
+    draw = np.random.default_rng(seed)
+    moved = lambda text: " ".join(draw.permutation(text.split()))  # noqa: E731
+    sides = mini.make_exam(documents, most, seed)
+    return [[(t, 1) if y else (moved(t), 0) for t, y in side] for side in sides]
+
+
+def head_alone(model, ids, labels, seed=0, epochs=3, lr=1e-3):
+    student = mini.fine_tune(model, ids, labels, seed, epochs, lr)
+    student.encoder.load_state_dict(model.model.state_dict())
+    return student
+
+
+def best_of_all(model, tokenizer, exam, seeds=3):
+    _, lowest, highest = mini.score(model, tokenizer, exam, seeds)
+    return highest, lowest, highest
+
+
 class Untied(mini.MaskedLM):
     def __init__(self, V, **sizes):
         super().__init__(V, **sizes)
@@ -160,6 +190,11 @@ class Untied(mini.MaskedLM):
         ("height", counting, "again"),
         ("load", without_random_state, "random"),
         ("MaskedLM", Untied, "table"),
+        ("Classifier", Sharing, "copy"),
+        ("same_lengths", padding, "unequal"),
+        ("make_exam", with_moving_marks, "mark"),
+        ("fine_tune", head_alone, ""),
+        ("score", best_of_all, "median"),
     ],
 )
 def test_a_classic_mistake_is_named(name, wrong, why):

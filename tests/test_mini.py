@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cramnb import mini
 from cramnb.model import mlm
@@ -19,6 +20,7 @@ from cramnb.text import masking, packing, tokenizer
 from cramnb.train import optim
 from cramnb.train import loop as train
 from cramnb.recipe import tiny
+from cramnb.run.run import load
 from cramnb.train.schedule import lr_factor
 
 V, T = 300, 32
@@ -43,13 +45,15 @@ def batch():
     return masking.MaskedBatch(*mini.mask_rows(rows, V, mini.generator_at(0)))
 
 
+WORDS = "river card clock model word bank field garden letter night".split()
+
+
 def documents(n=400):
     "Sentences of a small grammar: much of it can be learnt in seconds."
     draw = np.random.default_rng(0)
-    nouns = "river card clock model word bank field garden letter night".split()
     verbs = "sees finds keeps moves likes".split()
     told = "The {} {} the {}, and then the {} {} it again."
-    kinds = nouns, verbs, nouns, nouns, verbs
+    kinds = WORDS, verbs, WORDS, WORDS, verbs
     return [told.format(*(draw.choice(kind) for kind in kinds)) for _ in range(n)]
 
 
@@ -221,7 +225,7 @@ def test_text_is_learnt_beyond_the_counting_of_words(tmp_path):
     folder, ticks = tmp_path / "text", iter(range(1000))
     folder.mkdir()
     (folder / "grammar.txt").write_text("\n\n".join(documents(4000)), encoding="utf-8")
-    tok, rows, heldout = mini.prepare(str(folder), tmp_path / "run")
+    tok, rows, heldout, _ = mini.prepare(str(folder), tmp_path / "run")
     size = tok.get_vocab_size()
     torch.manual_seed(0)
     model, run = mini.MaskedLM(size, D=64, H=2, wide=128), dict(updates=0, elapsed=0.0, states={})
@@ -234,22 +238,112 @@ def test_text_is_learnt_beyond_the_counting_of_words(tmp_path):
     assert mini.mean_loss(model, batches) < entropy - 0.5
 
 
+def model_after(updates, size, batches):
+    "A fresh model, or what so many updates make of it, under a clock that ticks."
+    torch.manual_seed(0)
+    model, ticks = mini.MaskedLM(size, D=64, H=2, wide=128), iter(range(10**6))
+    run = dict(updates=0, elapsed=0.0, states={})
+    clock = lambda: float(next(ticks))  # noqa: E731
+    for _ in mini.train(model, batches, updates, run, clock=clock) if updates else []:
+        pass
+    return model
+
+
+def test_after_reading_an_exam_is_passed_better_and_a_blank_gets_a_noun():
+    apart, rest = documents(900)[:300], documents(900)[300:]
+    tok = mini.learn_tokenizer(rest)
+    size = tok.get_vocab_size()
+    rows, _ = mini.pack_rows(mini.encode_all(tok, rest), T)
+    learn, judge = mini.make_exam(apart)
+    assert len(learn) > len(judge) > 80
+    exam = learn[:48], judge
+    fresh, reader = (model_after(n, size, lambda n: mini.batch_at(n, rows, size)) for n in (0, 60))
+    kept = [p.clone() for p in reader.parameters()]
+    lowest, highest = mini.score(reader, tok, exam)[1], mini.score(fresh, tok, exam)[2]
+    assert lowest > highest + 0.1
+    assert all(map(torch.equal, kept, reader.parameters())), "an exam leaves the model as it is"
+    blanks = mini.fill(reader, tok, "The [MASK] sees the [MASK], and then the card finds it again.")
+    assert all(word in WORDS for guesses in blanks for word, _ in guesses) and len(blanks) == 2
+    assert mini.fill(fresh, tok, "The [MASK] sees.")[0][0][0] == "[MASK]", "it says what it sees"
+
+
+def test_shuffled_questions_keep_their_words_and_documents_their_side():
+    texts = [f"The {a} {b} sees a {a} and finds no {b}." for a in WORDS for b in WORDS if a < b]
+    sides = mini.make_exam(texts, most=1000)
+    found = [{tuple(sorted(q[:-1].split())) for q, _ in side} for side in sides]
+    asked = [tuple(sorted(t[:-1].lower().split())) for t in texts]
+    assert sorted(found[0] | found[1]) == sorted(set(asked)) and not found[0] & found[1]
+    for question, intact in sides[0] + sides[1]:
+        assert question.endswith(".") and (question.capitalize() in texts) == bool(intact)
+
+
+def test_an_exported_model_is_the_librarys_and_the_way_back_is_open(tmp_path):
+    tok = mini.learn_tokenizer(documents())
+    size = tok.get_vocab_size()
+    small = mini.MaskedLM(size, D=64, H=2, wide=256)
+    for p in small.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    mini.export(small, tok, tmp_path / "model")
+    ours, wrapped = load(tmp_path / "model")
+    ids = torch.tensor(mini.encode_all(tok, ["The river sees the card."]))
+    assert wrapped("The river sees the card.").input_ids == ids[0].tolist()
+    assert wrapped.mask_token_id in wrapped("The [MASK] sees the card.").input_ids
+    columns = torch.arange(ids.shape[1])[None]
+    torch.testing.assert_close(ours(ids).logits, small(ids, columns), rtol=1e-4, atol=1e-5)
+
+    sizes = dict(hidden_size=64, num_attention_heads=2, intermediate_size=256)
+    theirs = mlm.build_model(replace(tiny().arch, **sizes), size).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    weights = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert small.load_state_dict(weights, strict=False).missing_keys == ["decoder.weight"]
+    torch.testing.assert_close(theirs(ids).logits, small(ids, columns), rtol=1e-4, atol=1e-5)
+
+
+def test_the_program_killed_anywhere_ends_with_the_same_bits(tmp_path, capsys):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "grammar.txt").write_text("\n\n".join(documents(400)), encoding="utf-8")
+
+    def run(where, die_at=10**6):
+        def clock():
+            if (tick := next(ticks)) == die_at:
+                raise Death
+            return float(tick)
+
+        ticks = iter(range(10**6))
+        return mini.main(str(folder), 4.0, str(tmp_path / where), clock)
+
+    whole = run("a")
+    for die_at in (3, 5):
+        with pytest.raises(Death):
+            run("b", die_at)
+    assert run("b") == whole
+    loss, score, untrained = whole
+    assert math.isfinite(loss) and 0 <= untrained <= 1 and 0 <= score <= 1
+    for name in ("checkpoint.safetensors", "model/model.safetensors"):
+        a, b = ((tmp_path / where / name).read_bytes() for where in "ab")
+        assert a == b, name
+
+
 def test_the_command_ends_with_a_loss_and_goes_on_when_called_again(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
-    (folder / "grammar.txt").write_text("\n\n".join(documents(800)), encoding="utf-8")
+    (folder / "grammar.txt").write_text("\n\n".join(documents(400)), encoding="utf-8")
     words = [sys.executable, "-m", "cramnb.mini", str(folder)]
     how = dict(cwd=tmp_path, capture_output=True, text=True)
     how["env"] = os.environ | dict(PYTHONPATH=str(Path(mini.__file__).parents[1]))
     first = subprocess.run([*words, "1"], **how)
     assert first.returncode == 0, first.stderr
-    loss = first.stdout.splitlines()[-1]
-    assert math.isfinite(float(re.search(r"held-out loss ([\d.]+)", loss)[1]))
+    told = first.stdout.splitlines()[-2:]
+    assert math.isfinite(float(re.search(r"held-out loss ([\d.]+)", told[0])[1]))
+    assert re.search(r"exam: [\d.]+%.*untrained: [\d.]+%", told[1])
     again = subprocess.run([*words, "1"], **how)  # its time is over, and nothing has changed
-    assert again.stdout.splitlines()[-1] == loss
+    assert again.stdout.splitlines()[-2:] == told
     (tmp_path / "other").mkdir()  # another text does not go on with this one's run
     other = subprocess.run([*words[:-1], "other", "1"], **how)
     assert other.returncode == 1 and "too little text" in other.stderr
+    for wrong in (["other", "0"], ["other", "ten"], ["other", "1", "more"], ["--help"]):
+        assert "usage" in subprocess.run([*words[:-1], *wrong], **how).stderr, wrong
 
 
 def test_too_little_text_is_said_in_one_line_and_leaves_nothing_behind(tmp_path):

@@ -31,7 +31,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from ..core import CramError, Stopped, fingerprint, folder_of, load_pretrained, nearest, quiet
-from ..core import read_json, say, whole, write_json, write_text
+from ..core import read_json, remove, say, whole, write_json, write_text
 from ..judge.finetune import Trial, load_tokenizer
 from ..judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
 from ..judge.score import within_rules
@@ -391,6 +391,8 @@ def resolve_checkpoint(
     "Find out, once, which weights are meant. Raises CramError where there are none."
     hub = str(where).startswith('hf://')
     folder = Path(where) if hub else folder_of(where, 'weights')
+    if not isinstance(which, str):
+        raise CramError(f"which is a {type(which).__name__}: give latest, best, or untrained.")
     if hub or (folder / 'config.json').exists():
         which = f'{where}{"-untrained" * which.endswith("untrained")}'
     if which in ('latest', 'untrained'):
@@ -709,6 +711,8 @@ def evaluate(
     if isinstance(model, nn.Module):
         if corpus is None:
             raise CramError("A model alone has no tokenizer: give corpus=, or its run's folder.")
+        if not hasattr(model, 'save_pretrained'):
+            raise CramError(f"model is a {type(model).__name__}: give a model of transformers.")
         with tempfile.TemporaryDirectory() as place, quiet():
             model.save_pretrained(f'{place}/model')
             corpus.tokenizer.save_pretrained(f'{place}/model')
@@ -739,11 +743,15 @@ def evaluate(
             _end_stage(progress)
             return Scores(trials, ev)
         where.mkdir(parents=True, exist_ok=True)
-        with FileLock(where / '.lock'):  # a second process finds the answers of the first
-            trials = evaluate_checkpoint(checkpoint.where, exams, ev, where, *options)
-            _end_stage(progress)
-            for place in (where, folder) if checkpoint.own else (where,):
-                _save_scores(checkpoint, trials, ev, precision, place)
+        try:
+            with FileLock(where / '.lock'):  # a second process finds the answers of the first
+                trials = evaluate_checkpoint(checkpoint.where, exams, ev, where, *options)
+                _end_stage(progress)
+                for place in (where, folder) if checkpoint.own else (where,):
+                    _save_scores(checkpoint, trials, ev, precision, place)
+        finally:
+            if {p.name for p in where.iterdir()} == {'.lock'}:  # it failed before the first trial
+                remove(where)
     return Scores(trials, ev, where)
 
 # %% ../../nbs/library/run/run.ipynb #7d75ac46

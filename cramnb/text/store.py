@@ -796,7 +796,7 @@ class Corpus:
                 known = kept.exists()
                 file.replace(kept)
             try:
-                return cls.build(replace(data, files=str(kept)), folder)
+                return cls.build(replace(data, files=str(kept.absolute())), folder)
             except CramError as e:
                 if not (known or isinstance(e, Unfinished)):
                     remove(kept)
