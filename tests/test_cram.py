@@ -82,15 +82,16 @@ def test_notebook_and_command_walk_the_same_path(tmp_path, monkeypatch):
     shell = CaptureShell(mpl_format=None)
     for cell in cells(ROOT / "nbs/21_cram.ipynb", "code"):
         code = source(cell)
-        if "#| eval: false" in code or "read_data(" in code or "log['" in code:
+        if "#| eval: false" in code:
             continue
         if code.startswith("scale = "):
             code = "scale, budget = 'tiny', '16384 tokens'"
         shell.run(code + ";")
         assert not shell.exc, shell.exc
-        if "folder = cram_verb(" in code:
+        if "run, scores = day(" in code:
             break
-    run, words = Path(str(shell.user_ns["folder"])), shell.user_ns["words"]
+    run = shell.user_ns["run"].folder
+    words = shell.user_ns["words_of"]("tiny", "16384 tokens")
     work = Path(shell.user_ns["work"].name)
     monkeypatch.chdir(work)
     assert main(["cram", *words, "name=mine"]) == 0
