@@ -155,11 +155,11 @@ def pack_rows(
 # %% ../nbs/03_rows.ipynb #df4700ac
 def rows_at(
     start: int,  # first place in the endless stream of epochs
-    size: int,  # places
-    n: int,  # rows of an epoch
+    size: int,  # number of places
+    n: int,  # rows in an epoch
     seed: int = 0,  # of the run
 ) -> list[int]:  # numbers of rows
-    "The row numbers at these places; each epoch has an order of its own."
+    "The numbers of the rows at these places; each epoch has its own order."
     first, last = start // n, (start + size - 1) // n
     epochs = [np.random.default_rng([seed, k]).permutation(n) for k in range(first, last + 1)]
     return np.concatenate(epochs)[start - first * n :][:size].tolist()
@@ -189,18 +189,18 @@ def generator_at(
     number: int,  # of the microbatch
     seed: int = 0,  # of the run
 ) -> torch.Generator:  # for its masks
-    "Randomness from seed and number alone: a resumed run needs no saved state."
+    "Draws that depend on seed and number alone: a resumed run needs no saved state."
     # a large factor, so that two seeds do not share numbers
     return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
 
 # %% ../nbs/04_masks.ipynb #417908c4
 def batch_at(
-    number: int,  # of the microbatch
+    number: int,  # of the microbatch, counted from the start of the run
     rows: np.ndarray,  # (n, T)
     vocab_size: int,  # V
     size: int = 32,  # rows of a microbatch
 ) -> tuple[Tensor, Tensor, Tensor]:  # as `mask_rows` gives them
-    "The batch at this place of the run."
+    "The microbatch with this number."
     picked = rows[rows_at(number * size, size, len(rows))].astype(np.int64)
     return mask_rows(torch.from_numpy(picked), vocab_size, generator_at(number))
 
@@ -324,8 +324,8 @@ def adamw_step(
     g: Tensor,  # its gradient
     state: dict,  # averages and number of steps, kept for the next one
     lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.98),
-    eps: float = 1e-12,
+    betas: tuple[float, float] = (0.9, 0.98),  # what m and v keep of themselves in a step
+    eps: float = 1e-12,  # against dividing by zero
     weight_decay: float = 0.01,
 ):
     "One step of AdamW: the mean gradient over the root of its mean square."
@@ -359,6 +359,7 @@ def muon_step(
     "One step of Muon: all directions of the mean gradient move alike."
     state['m'] = momentum * state.get('m', 0) + (1 - momentum) * g
     update = momentum * state['m'] + (1 - momentum) * g  # Nesterov: look one step ahead
+    # a tall matrix spreads one move over more outputs, so it moves further
     w -= lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * orthogonal(update)
 
 # %% ../nbs/08_step.ipynb #f7f886e9
@@ -366,7 +367,7 @@ def muon_step(
 def step(
     model: nn.Module,  # with gradients
     states: dict[str, dict],  # what the steps remember of each parameter
-    factor: float = 1.0,  # of the schedule
+    factor: float = 1.0,  # of both rates, from the schedule
 ):
     "Muon moves the matrices of the layers (q, k and v apart), AdamW moves the rest."
     for name, p in model.named_parameters():
