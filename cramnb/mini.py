@@ -381,11 +381,11 @@ def step(
 
 # %% ../nbs/09_clock.ipynb #0b3d992b
 def height(
-    x: float,  # share of the budget that is spent, 0 to 1
+    x: float,  # share of the budget already spent, 0 to 1
     warmup: float = 0.02,  # share in which the rate rises
     cooldown: float = 0.6,  # share in which it falls
 ) -> float:  # 0 to 1, times the peak rate
-    "The rate now: straight up, level, and straight down to zero at the end of the time."
+    "The rate now: straight up, level, then straight down to zero when the time is over."
     return max(0.0, min(1.0, x / warmup, (1 - x) / cooldown))
 
 # %% ../nbs/10_loop.ipynb #c608739c
