@@ -393,13 +393,13 @@ def train(
     model: nn.Module,  # a MaskedLM
     batches: Callable,  # number of a pass -> batch
     seconds: float,  # the budget
-    run: dict,  # updates, elapsed and states: where to go on
-    passes: int = 1,  # of one update
-    clipping: float = math.inf,  # longest gradient
-    clock: Callable = time.monotonic,
-    short: bool = False,  # products of 16-bit numbers
+    run: dict,  # updates, elapsed and states, changed in place
+    passes: int = 1,  # in one update
+    clipping: float = math.inf,  # largest norm of the gradients
+    clock: Callable = time.monotonic,  # returns seconds
+    short: bool = False,  # multiply matrices of 16-bit numbers
 ) -> Iterator[float]:  # the loss of each update
-    "Add up passes, step unless something is not finite, and stop on time."
+    "Add up passes, step if all gradients are finite, and stop on time."
     while (x := run['elapsed'] / seconds) < 1:
         began, total = clock(), 0.0
         for i in range(passes):
@@ -416,10 +416,10 @@ def train(
 
 # %% ../nbs/10_loop.ipynb #daf15ba7
 def fixed_batches(
-    rows: np.ndarray,  # (n, T) rows that are never trained on
+    rows: np.ndarray,  # (n, T) held-out rows
     vocab_size: int,  # V
 ) -> list[tuple[Tensor, Tensor, Tensor]]:  # as `mask_rows` gives them
-    "Fixed rows under fixed masks, so that losses compare."
+    "Fixed rows under fixed masks, so that losses can be compared."
     parts = torch.from_numpy(rows[:512].astype(np.int64)).split(64)
     return [mask_rows(p, vocab_size, generator_at(i), 0.15) for i, p in enumerate(parts)]
 
@@ -429,7 +429,7 @@ def mean_loss(
     model: nn.Module,  # a MaskedLM
     batches: list,  # from `fixed_batches`
 ) -> float:  # nats
-    "Loss on text that the model never trains on."
+    "Mean loss over all hidden tokens of the batches."
     losses = [loss_of(model, batch).item() for batch in batches]
     return float(np.average(losses, weights=[len(columns) for *_, columns in batches]))
 
@@ -439,7 +439,7 @@ def unigram_loss(
     vocab_size: int,  # V
     batches: list,  # from `fixed_batches`
 ) -> float:  # nats
-    "The loss of a model that knows how frequent each token is, and nothing else."
+    "The loss of a model that knows only how frequent each token is."
     counts = torch.from_numpy(np.bincount(rows.reshape(-1), minlength=vocab_size)).double() + 1
     answers = torch.cat([labels[labels != -100] for _, labels, _ in batches])
     return -(counts / counts.sum()).log()[answers].mean().item()
