@@ -448,9 +448,9 @@ def unigram_loss(
 def save(
     path: Path,  # a .safetensors file
     model: nn.Module,  # whose weights are kept
-    run: dict,  # where the run stands
+    run: dict,  # its updates, elapsed and states are kept
 ):
-    "Write beside, flush, rename: the file is there whole or not at all."
+    "Write beside, flush, rename: the file is whole, or it is not there."
     tensors = {f'weight {name}': p.detach() for name, p in model.named_parameters()}
     for name, state in run['states'].items():
         tensors |= {f'state {name} {key}': torch.as_tensor(value) for key, value in state.items()}
@@ -467,7 +467,7 @@ def load(
     path: Path,  # from `save`
     model: nn.Module,  # gets the weights
 ) -> dict:  # the run
-    "Put weights, averages, place and random state back where they were."
+    "Restore the weights and the random state, and return the run."
     with safe_open(path, 'pt') as f:
         run = json.loads(f.metadata()['place']) | dict(states={})
         for key in f.keys():
