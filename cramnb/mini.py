@@ -156,11 +156,11 @@ def pack_rows(
 # %% ../nbs/03_rows.ipynb #df4700ac
 def rows_at(
     start: int,  # first place in the endless stream of epochs
-    size: int,  # how many places
+    size: int,  # number of places
     n: int,  # rows in an epoch
     seed: int = 0,  # of the run
 ) -> list[int]:  # numbers of rows
-    "Say which rows are read at these places; each epoch has its own order."
+    "The numbers of the rows at these places; each epoch has its own order."
     first, last = start // n, (start + size - 1) // n
     epochs = [np.random.default_rng([seed, k]).permutation(n) for k in range(first, last + 1)]
     return np.concatenate(epochs)[start - first * n :][:size].tolist()
@@ -196,7 +196,7 @@ def generator_at(
 
 # %% ../nbs/04_masks.ipynb #417908c4
 def batch_at(
-    number: int,  # of the microbatch
+    number: int,  # of the microbatch, counted from the start of the run
     rows: np.ndarray,  # (n, T)
     vocab_size: int,  # V
     size: int = 32,  # rows of a microbatch
@@ -326,8 +326,8 @@ def adamw_step(
     g: Tensor,  # its gradient
     state: dict,  # averages and number of steps, kept for the next one
     lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.98),
-    eps: float = 1e-12,
+    betas: tuple[float, float] = (0.9, 0.98),  # what m and v keep of themselves in a step
+    eps: float = 1e-12,  # against dividing by zero
     weight_decay: float = 0.01,
 ):
     "One step of AdamW: the mean gradient over the root of its mean square."
@@ -361,6 +361,7 @@ def muon_step(
     "One step of Muon: all directions of the mean gradient move alike."
     state['m'] = momentum * state.get('m', 0) + (1 - momentum) * g
     update = momentum * state['m'] + (1 - momentum) * g  # Nesterov: look one step ahead
+    # a tall matrix spreads one move over more outputs, so it moves further
     w -= lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * orthogonal(update)
 
 # %% ../nbs/08_step.ipynb #f7f886e9
@@ -368,7 +369,7 @@ def muon_step(
 def step(
     model: nn.Module,  # with gradients
     states: dict[str, dict],  # what the steps remember of each parameter
-    factor: float = 1.0,  # of the schedule
+    factor: float = 1.0,  # of both rates, from the schedule
 ):
     "Muon moves the matrices of the layers (q, k and v apart), AdamW moves the rest."
     for name, p in model.named_parameters():
@@ -382,11 +383,11 @@ def step(
 
 # %% ../nbs/09_clock.ipynb #0b3d992b
 def height(
-    x: float,  # share of the budget that is spent, 0 to 1
+    x: float,  # share of the budget already spent, 0 to 1
     warmup: float = 0.02,  # share in which the rate rises
     cooldown: float = 0.6,  # share in which it falls
 ) -> float:  # 0 to 1, times the peak rate
-    "The rate now: straight up, level, and straight down to zero at the end of the time."
+    "The rate now: straight up, level, then straight down to zero when the time is over."
     return max(0.0, min(1.0, x / warmup, (1 - x) / cooldown))
 
 # %% ../nbs/10_loop.ipynb #c608739c
@@ -394,13 +395,13 @@ def train(
     model: nn.Module,  # a MaskedLM
     batches: Callable,  # number of a pass -> batch
     seconds: float,  # the budget
-    run: dict,  # updates, elapsed and states: where to go on
-    passes: int = 1,  # of one update
-    clipping: float = math.inf,  # longest gradient
-    clock: Callable = time.monotonic,
-    short: bool = False,  # products of 16-bit numbers
+    run: dict,  # updates, elapsed and states, changed in place
+    passes: int = 1,  # in one update
+    clipping: float = math.inf,  # largest norm of the gradients
+    clock: Callable = time.monotonic,  # returns seconds
+    short: bool = False,  # multiply matrices of 16-bit numbers
 ) -> Iterator[float]:  # the loss of each update
-    "Add up passes, step unless something is not finite, and stop on time."
+    "Add up passes, step if all gradients are finite, and stop on time."
     while (x := run['elapsed'] / seconds) < 1:
         began, total = clock(), 0.0
         for i in range(passes):
@@ -417,10 +418,10 @@ def train(
 
 # %% ../nbs/10_loop.ipynb #daf15ba7
 def fixed_batches(
-    rows: np.ndarray,  # (n, T) rows that are never trained on
+    rows: np.ndarray,  # (n, T) held-out rows
     vocab_size: int,  # V
 ) -> list[tuple[Tensor, Tensor, Tensor]]:  # as `mask_rows` gives them
-    "Fixed rows under fixed masks, so that losses compare."
+    "Fixed rows under fixed masks, so that losses can be compared."
     parts = torch.from_numpy(rows[:512].astype(np.int64)).split(64)
     return [mask_rows(p, vocab_size, generator_at(i), 0.15) for i, p in enumerate(parts)]
 
@@ -430,7 +431,7 @@ def mean_loss(
     model: nn.Module,  # a MaskedLM
     batches: list,  # from `fixed_batches`
 ) -> float:  # nats
-    "Loss on text that the model never trains on."
+    "Mean loss over all hidden tokens of the batches."
     losses = [loss_of(model, batch).item() for batch in batches]
     return float(np.average(losses, weights=[len(columns) for *_, columns in batches]))
 
@@ -440,7 +441,7 @@ def unigram_loss(
     vocab_size: int,  # V
     batches: list,  # from `fixed_batches`
 ) -> float:  # nats
-    "The loss of a model that knows how frequent each token is, and nothing else."
+    "The loss of a model that knows only how frequent each token is."
     counts = torch.from_numpy(np.bincount(rows.reshape(-1), minlength=vocab_size)).double() + 1
     answers = torch.cat([labels[labels != -100] for _, labels, _ in batches])
     return -(counts / counts.sum()).log()[answers].mean().item()
@@ -449,9 +450,9 @@ def unigram_loss(
 def save(
     path: Path,  # a .safetensors file
     model: nn.Module,  # whose weights are kept
-    run: dict,  # where the run stands
+    run: dict,  # its updates, elapsed and states are kept
 ):
-    "Write beside, flush, rename: the file is there whole or not at all."
+    "Write beside, flush, rename: the file is whole, or it is not there."
     tensors = {f'weight {name}': p.detach() for name, p in model.named_parameters()}
     for name, state in run['states'].items():
         tensors |= {f'state {name} {key}': torch.as_tensor(value) for key, value in state.items()}
@@ -468,7 +469,7 @@ def load(
     path: Path,  # from `save`
     model: nn.Module,  # gets the weights
 ) -> dict:  # the run
-    "Put weights, averages, place and random state back where they were."
+    "Restore the weights and the random state, and return the run."
     with safe_open(path, 'pt') as f:
         run = json.loads(f.metadata()['place']) | dict(states={})
         for key in f.keys():

@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("name, parameter", [*ARGUMENTS, ("train", "passes")])
+@pytest.mark.parametrize("name, parameter", [*ARGUMENTS, ("train", "passes"), ("train", "short")])
 def test_an_ignored_argument_is_found(name, parameter):
     assert told(name, ignoring(getattr(mini, name), parameter))
 
@@ -175,6 +176,11 @@ def best_of_all(model, tokenizer, exam, seeds=3):
     return highest, lowest, highest
 
 
+def written_over(path, model, run):
+    with patch.object(Path, "with_suffix", lambda path, suffix: path):
+        mini.save(path, model, run)
+
+
 class Untied(mini.MaskedLM):
     def __init__(self, V, **sizes):
         super().__init__(V, **sizes)
@@ -189,6 +195,7 @@ class Untied(mini.MaskedLM):
         ("step", decaying, "decays"),
         ("height", counting, "again"),
         ("load", without_random_state, "random"),
+        ("save", written_over, "spoils"),
         ("MaskedLM", Untied, "table"),
         ("Classifier", Sharing, "copy"),
         ("same_lengths", padding, "unequal"),
