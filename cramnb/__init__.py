@@ -1,6 +1,6 @@
 """Modules:
 
-- `cramnb.book.check`: `cramnb check my_bert.py` says, chapter by chapter, what works
+- `cramnb.book.check`: `cramnb check my_bert.py` says, lesson by lesson, what works
 - `cramnb.book.checks`: One short check for each name of the book's program
 - `cramnb.book.numbers`: What a reader's own program does with a reader's own text
 - `cramnb.book.show`: Colours, tables, flow diagrams, sliders, and the short text that the lessons share

@@ -202,7 +202,7 @@ def batch_at(
     size: int = 32,  # rows of a microbatch
     seed: int = 0,  # of the run
 ) -> tuple[Tensor, Tensor, Tensor]:  # as from `mask_rows`
-    "Make the batch at this place of the run."
+    "The microbatch with this number."
     picked = rows[rows_at(number * size, size, len(rows), seed)].astype(np.int64)
     return mask_rows(torch.from_numpy(picked), vocab_size, generator_at(number, seed))
 

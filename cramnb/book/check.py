@@ -1,4 +1,4 @@
-"""`cramnb check my_bert.py` says, chapter by chapter, what works
+"""`cramnb check my_bert.py` says, lesson by lesson, what works
 
 The checker of a reader's own file: `cramnb check my_bert.py`, or `check('my_bert.py')` in a
 notebook, judges what the file defines against `cramnb.mini`, in a process that can be ended.
@@ -33,8 +33,8 @@ from ..core import say as say_line
 _MINI = Path(find_spec('cramnb.mini').origin)  # read, not imported: a mistake is told at once
 
 
-def asked() -> dict[str, list[str]]:  # '03 packing' -> ['pack_rows', 'rows_at']
-    "The public names of `cramnb.mini`, by the chapter that asks for them."
+def asked() -> dict[str, list[str]]:  # '03 rows' -> ['pack_rows', 'rows_at']
+    "The public names of `cramnb.mini`, by the lesson that asks for them."
     cells = re.split(
         r'^# %% \.\./nbs/(\d\d)_(\w+)\.ipynb.*\n', _MINI.read_text('utf-8'), flags=re.M
     )
@@ -69,12 +69,12 @@ def write_new(
     text = ['"A BERT from scratch: mine."', '', *lines[first[1] + 2 : first[2]]]
     nodes = {name: node for node in tree.body for name in _defined(ast.Module([node], []))}
     for chapter, names in asked().items():
-        text += [f'# --- chapter {chapter}', '']
+        text += [f'# --- lesson {chapter}', '']
         for name in names:
             text += [*_empty(nodes[name], lines), '', '']
     with whole(path) as temporary:
         temporary.write_text('\n'.join(text).strip() + '\n', encoding='utf-8')
-    say(f'Written: {path}. Fill it chapter by chapter; `cramnb check {path}` says what works.')
+    say(f'Written: {path}. Fill it lesson by lesson; `cramnb check {path}` says what works.')
 
 
 def _empty(node, lines):
