@@ -9,7 +9,7 @@ Docs: https://cramnb.github.io/cramnb/library/book/numbers.html.md"""
 
 # %% auto #0
 __all__ = ['SIZE', 'NUMBERS', 'dropped', 'tokens_a_word', 'padding', 'exact', 'both_sides', 'weights', 'first_loss', 'one_batch',
-           'rates', 'after_a_minute', 'same_bits', 'number']
+           'rates', 'after_a_minute', 'same_bits', 'one_trial', 'above_untrained', 'a_blank', 'whole', 'number']
 
 # %% ../../nbs/library/book/numbers.ipynb #0453346b
 import math
@@ -187,11 +187,55 @@ def same_bits(my: SimpleNamespace, folder: str) -> str:  # as above
     n, differ = sum(p.numel() for p, _ in pairs), sum((p != q).sum().item() for p, q in pairs)
     return f'killed after 6 of 12 updates and gone on: {differ:,} of {n:,} weights differ'
 
+# %% ../../nbs/library/book/numbers.ipynb #n0e15a0d
+def _examined(my, folder, seconds=60.0):
+    "A model after a minute, its tokenizer, and an exam from text that was kept apart."
+    model, tokenizer, _, _, apart = _trained(my, folder, seconds)
+    exam = my.make_exam(apart)
+    if min(len(part) for part in exam) < 20:
+        raise ValueError('too few sentences in this text: give more of it')
+    return model, tokenizer, exam
+
+
+def one_trial(my: SimpleNamespace, folder: str) -> str:  # as above
+    "Lesson 12: one exam, taken once."
+    model, tokenizer, exam = _examined(my, folder)
+    (learn, y), (judge, z) = ([list(x) for x in zip(*part)] for part in exam)
+    student = my.fine_tune(model, my.encode_all(tokenizer, learn), y)
+    right = my.accuracy(student, my.encode_all(tokenizer, judge), z)
+    return f'{right:.1%} of {len(z):,} questions are answered right after a minute; a coin: 50 %'
+
+
+def above_untrained(my: SimpleNamespace, folder: str) -> str:  # as above
+    "Lesson 13: what the minute of pretraining brought."
+    model, tokenizer, exam = _examined(my, folder)
+    torch.manual_seed(0)
+    fresh = my.MaskedLM(tokenizer.get_vocab_size())
+    trained, untrained = (my.score(m, tokenizer, exam)[0] for m in (model, fresh))
+    return f'{trained:.1%} right after a minute, {untrained:.1%} without it'
+
+
+def a_blank(my: SimpleNamespace, folder: str) -> str:  # as above
+    "Lesson 14: what it says in a sentence of your own text."
+    model, tokenizer, exam = _examined(my, folder)
+    words = next(text for text, intact in exam[1] if intact).split()
+    words[len(words) // 2] = '[MASK]'
+    found = my.fill(model, tokenizer, ' '.join(words))[0]
+    guesses = ', '.join(f'{word} {share:.0%}' for word, share in found[:3])
+    return f'{" ".join(words)!r}: {guesses}'
+
+
+def whole(my: SimpleNamespace, folder: str) -> str:  # as above
+    "Lesson 15: the program, run for a minute."
+    with tempfile.TemporaryDirectory() as where:
+        loss, score, untrained = my.main(folder, 60.0, where)
+    return f'held-out loss {loss:.2f}; exam {score:.1%}, without training {untrained:.1%}'
+
 # %% ../../nbs/library/book/numbers.ipynb #9c79338d
 NUMBERS: dict[int, Callable] = dict(  # lesson -> what it measures
     enumerate(
         [dropped, tokens_a_word, padding, exact, both_sides, weights, first_loss, one_batch]
-        + [rates, after_a_minute, same_bits],
+        + [rates, after_a_minute, same_bits, one_trial, above_untrained, a_blank, whole],
         1,
     )
 )
