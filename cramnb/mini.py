@@ -504,7 +504,7 @@ def make_exam(
         for sentence in sentences(text):
             words, intact = sentence[:-1].split(), int(draw.integers(2))
             words = words if intact else draw.permutation(words)
-            question = ' '.join(words) + sentence[-1]  # the mark stays at the end
+            question = ' '.join(words) + sentence[-1]  # the full stop stays at the end
             parts[i % 3 == 0].append((question, intact))
     learn, judge = ([part[i] for i in draw.permutation(len(part))] for part in parts)
     return learn[:most], judge[: most // 2]
