@@ -488,7 +488,7 @@ def load(
 def sentences(
     text: str,  # a document
 ) -> list[str]:  # in one spelling, of 5 to 30 words
-    "Plain sentences: letters, commas and a mark; tables and code are left out."
+    "Plain sentences of letters, commas and a final mark; tables and code are left out."
     text = ' '.join(SPELLING.normalize_str(text).split())
     found = re.findall(r"(?:^|(?<=[.!?] ))[a-z][a-z ,'-]+[.!?](?= |$)", text)
     return [sentence for sentence in found if 5 <= len(sentence.split()) <= 30]
@@ -498,14 +498,14 @@ def make_exam(
     documents: list[str],  # never trained on
     most: int = 1000,  # questions to learn from; half as many judge
     seed: int = 0,  # of all draws
-) -> tuple[list, list]:  # (text, 1 or 0) to learn from, and to be judged by
-    "Are the words of a sentence in their order (1), or shuffled (0)? A coin decides."
+) -> tuple[list, list]:  # (text, 1 or 0) to learn from, and to judge
+    "Are the words of a sentence in order (1) or shuffled (0)? A coin decides."
     draw, parts = np.random.default_rng(seed), ([], [])
     for i, text in enumerate(documents):
         for sentence in sentences(text):
             words, intact = sentence[:-1].split(), int(draw.integers(2))
             words = words if intact else draw.permutation(words)
-            question = ' '.join(words) + sentence[-1]  # the mark stays at the end
+            question = ' '.join(words) + sentence[-1]  # the full stop stays at the end
             parts[i % 3 == 0].append((question, intact))
     learn, judge = ([part[i] for i in draw.permutation(len(part))] for part in parts)
     return learn[:most], judge[: most // 2]
@@ -527,8 +527,8 @@ def same_lengths(
     ids: list[list[int]],  # texts
     size: int,  # of a batch, at most
     draw: np.random.Generator,  # of the order
-) -> list[list[int]]:  # numbers of texts
-    "Batches of texts that are equally long, so that nothing is padded."
+) -> list[list[int]]:  # batches, as indices of texts
+    "Batches of equally long texts, so that nothing is padded."
     lengths = {}
     for i in draw.permutation(len(ids)).tolist():
         lengths.setdefault(len(ids[i]), []).append(i)
@@ -546,7 +546,7 @@ def fine_tune(
     epochs: int = 3,
     lr: float = 1e-3,  # at its peak
 ) -> nn.Module:  # a Classifier
-    "One trial: a fresh head, every weight moves, and the rate falls to zero."
+    "One trial: a fresh head, every weight trained, a rate that falls to zero."
     torch.manual_seed(seed)
     student, states, draw = Classifier(model), {}, np.random.default_rng(seed)
     batches = [b for _ in range(epochs) for b in same_lengths(ids, 16, draw)]
@@ -567,7 +567,7 @@ def accuracy(
     ids: list[list[int]],  # texts
     labels: list[int],  # their classes
 ) -> float:  # 0 to 1
-    "The share of right answers; each text is asked alone."
+    "The share of right answers; each text is a batch of its own."
     answers = [student(torch.tensor([row])).argmax().item() for row in ids]
     return sum(a == b for a, b in zip(answers, labels)) / len(labels)
 
@@ -578,7 +578,7 @@ def score(
     exam: tuple[list, list],  # from `make_exam`
     seeds: int = 3,  # trials
 ) -> tuple[float, float, float]:  # share of right answers: median, lowest, highest
-    "Several trials of one exam, each with a head and an order of its own."
+    "Several trials of one exam, each with its own head and order."
     (texts, labels), (asked, right) = (zip(*part) for part in exam)
     ids, asked = encode_all(tokenizer, texts), encode_all(tokenizer, asked)
     found = []
@@ -609,7 +609,7 @@ def prepare(
     folder: str,  # of text files, or ''
     where: Path,  # folder of the run
 ) -> tuple:  # tokenizer, rows to train on, rows to measure with, exam
-    "Text to rows and an exam, once: a resumed run finds them in its folder."
+    "Turn text into rows and an exam, once: a resumed run finds them in its folder."
     if not (where / 'rows.npy').exists():
         documents, seen = read_documents(folder), set()
         texts = clean([text for text in documents if not is_kept_apart(text)], seen)
@@ -662,7 +662,7 @@ def export(
 def main(
     folder: str = '',  # of text files; '' is the built-in corpus
     seconds: float = 180.0,  # of training
-    where: str = 'mini-run',  # folder of the run; one that is there already goes on
+    where: str = 'mini-run',  # folder of the run; an existing run is resumed
     clock: Callable = time.monotonic,
     short: bool = False,  # products of 16-bit numbers
 ) -> tuple[float, float, float]:  # held-out loss, score, score of the untrained model
