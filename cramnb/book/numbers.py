@@ -203,6 +203,8 @@ def number(
     folder: str,  # of text files
 ) -> str:  # one line
     "The number of a lesson; what the file lacks, and what the lesson does not ask for, is mini's."
+    if lesson not in NUMBERS:
+        return f'lesson {lesson} has no number of its own; run your program on the text'
     own = {name: value for name, value in vars(my).items() if name in mini.__all__}
     my = SimpleNamespace(**{name: getattr(mini, name) for name in mini.__all__} | own)
     try:
