@@ -136,6 +136,14 @@ def not_guarded(g):
     return mini.orthogonal(g) + 0 / g.norm()
 
 
+def without_end(model, tokenizer, text, most=5):
+    mask = mini.SPECIAL.index("[MASK]")
+    parts = [tokenizer.encode(part).ids + [mask] for part in text.split("[MASK]")]
+    ids = torch.tensor([sum(parts, [])[:-1]])
+    p = model(ids, (ids == mask).nonzero()[None, :, 1])[0].softmax(-1)
+    return [[(tokenizer.id_to_token(int(row.argmax())), row.max().item())] for row in p]
+
+
 def without_the_last(rows, vocab_size, generator, probability=0.25):
     hidden = torch.cat([rows[:, :-1], torch.zeros_like(rows[:, :1])], dim=1)
     ids, labels, columns = mini.mask_rows(hidden, vocab_size, generator, probability)
@@ -213,6 +221,7 @@ class Untied(mini.MaskedLM):
         ("make_exam", with_moving_marks, "mark"),
         ("fine_tune", head_alone, ""),
         ("score", best_of_all, "median"),
+        ("fill", without_end, "[SEP]"),
     ],
 )
 def test_a_classic_mistake_is_named(name, wrong, why):

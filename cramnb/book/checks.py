@@ -707,6 +707,15 @@ def _fine_tune(my):
 
 
 @_specially
+def _fill(my):
+    tokenizer, reader = _tokenizer(80), _filled(mini.MaskedLM(80, D=16, depth=1, H=2, wide=32))
+    ids = [*tokenizer.encode('The').ids, mini.SPECIAL.index('[MASK]')]
+    open_end = reader(torch.tensor([ids]), torch.tensor([[len(ids) - 1]])).softmax(-1).max()
+    got = my.fill(reader, tokenizer, 'The [MASK]', 1)[0][0][1]
+    ask(abs(got - open_end) > 1e-6, 'fill: the text ends without [SEP]')
+
+
+@_specially
 def _score(my):
     tokenizer, words = _tokenizer(80), ['river', 'clock']
     model = _filled(mini.MaskedLM(80, D=32, depth=1, H=2, wide=32))
