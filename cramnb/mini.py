@@ -488,7 +488,7 @@ def load(
 def sentences(
     text: str,  # a document
 ) -> list[str]:  # in one spelling, of 5 to 30 words
-    "Plain sentences of letters, commas and a final mark; tables and code are left out."
+    "Plain sentences: letters, commas, ' and -, then a mark; tables and code are left out."
     text = ' '.join(SPELLING.normalize_str(text).split())
     found = re.findall(r"(?:^|(?<=[.!?] ))[a-z][a-z ,'-]+[.!?](?= |$)", text)
     return [sentence for sentence in found if 5 <= len(sentence.split()) <= 30]

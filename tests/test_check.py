@@ -122,6 +122,29 @@ def interleaved(x):
     return torch.stack(parts, dim=-1).flatten(-2)
 
 
+def clockwise(x):
+    mirror = torch.tensor([1.0, -1.0]).repeat_interleave(x.shape[-1] // 2)
+    return mirror * mini.turned(mirror * x)
+
+
+def with_special_letters(documents, vocab_size=4096):
+    tokenizer = mini.learn_tokenizer(documents, vocab_size)
+    tokenizer.add_special_tokens([*mini.SPECIAL, "a", "##e"])
+    return tokenizer
+
+
+def not_guarded(g):
+    return mini.orthogonal(g) + 0 / g.norm()
+
+
+def without_end(model, tokenizer, text, most=5):
+    mask = mini.SPECIAL.index("[MASK]")
+    parts = [tokenizer.encode(part).ids + [mask] for part in text.split("[MASK]")]
+    ids = torch.tensor([sum(parts, [])[:-1]])
+    p = model(ids, (ids == mask).nonzero()[None, :, 1])[0].softmax(-1)
+    return [[(tokenizer.id_to_token(int(row.argmax())), row.max().item())] for row in p]
+
+
 def without_the_last(rows, vocab_size, generator, probability=0.25):
     hidden = torch.cat([rows[:, :-1], torch.zeros_like(rows[:, :1])], dim=1)
     ids, labels, columns = mini.mask_rows(hidden, vocab_size, generator, probability)
@@ -190,7 +213,10 @@ class Untied(mini.MaskedLM):
 @pytest.mark.parametrize(
     "name, wrong, why",
     [
+        ("learn_tokenizer", with_special_letters, "fresh"),
         ("turned", interleaved, "neighbours"),
+        ("turned", clockwise, "other way"),
+        ("orthogonal", not_guarded, "nan"),
         ("mask_rows", without_the_last, "never hides column 39"),
         ("step", decaying, "decays"),
         ("height", counting, "again"),
@@ -202,11 +228,20 @@ class Untied(mini.MaskedLM):
         ("make_exam", with_moving_marks, "mark"),
         ("fine_tune", head_alone, ""),
         ("score", best_of_all, "median"),
+        ("fill", without_end, "[SEP]"),
     ],
 )
 def test_a_classic_mistake_is_named(name, wrong, why):
     sentence = told(name, wrong)
     assert name in sentence and why in sentence, sentence
+
+
+def test_an_exam_may_be_judged_by_any_third_of_the_documents():
+    def other_side(folder, where):
+        *rows, (learn, judge) = mini.prepare(folder, where)
+        return *rows, (judge, learn)
+
+    assert told("prepare", other_side) == ""
 
 
 # --- a whole file, in its own process
