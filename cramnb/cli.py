@@ -386,8 +386,8 @@ def _check_words(words):
                 Path(part.strip()).expanduser()
         except UnicodeEncodeError:
             raise CramError(f"{printable(word)}: this is no text in UTF-8.") from None
-        except RuntimeError:
-            raise CramError(f"{word}: there is no such home folder.") from None
+        except (RuntimeError, ValueError):  # no such user; a NUL in its name
+            raise CramError(f"{printable(word)}: there is no such home folder.") from None
 
 # %% ../nbs/library/cli.ipynb #1832c90c
 @contextmanager
