@@ -11,9 +11,9 @@ Docs: https://cramnb.github.io/cramnb/library/core.html.md"""
 
 # %% auto #0
 __all__ = ['CramError', 'Unfinished', 'Missing', 'DiskFull', 'Damaged', 'OtherVersion', 'Stopped', 'LostRank', 'nearest',
-           'printable', 'folder_of', 'say', 'on_signal', 'disk_full', 'out_of_memory', 'whole', 'flush', 'remove',
-           'write_text', 'write_json', 'write_array', 'validation_line', 'record', 'decode', 'read_bytes', 'read_json',
-           'read_data', 'fingerprint', 'quiet', 'load_pretrained']
+           'printable', 'folder_of', 'say', 'on_signal', 'out_of_memory', 'whole', 'flush', 'remove', 'write_text',
+           'write_json', 'write_array', 'validation_line', 'record', 'decode', 'read_bytes', 'read_json', 'read_data',
+           'fingerprint', 'quiet', 'load_pretrained']
 
 # %% ../nbs/library/core.ipynb #a42c2193
 import difflib
@@ -148,7 +148,7 @@ def on_signal(
             signal.signal(n, handler or signal.SIG_DFL)
 
 # %% ../nbs/library/core.ipynb #d29922a8
-def disk_full(
+def _disk_full(
     error: BaseException,  # what a library raised while it wrote
 ) -> bool:  # is the reason a full disk or a spent quota?
     "Tell a full disk from other errors; safetensors and Arrow only quote the system's text."
@@ -167,7 +167,7 @@ def out_of_memory(
 # %% ../nbs/library/core.ipynb #34aeb061
 def _explained(error, path):
     "What a failed write means for the user; other errors stay what they are."
-    if disk_full(error):
+    if _disk_full(error):
         message = f"The disk is full: {path} cannot be written. Free some space and call again."
         return DiskFull(message)
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):

@@ -11,8 +11,7 @@ Docs: https://cramnb.github.io/cramnb/library/recipe.html.md"""
 
 # %% auto #0
 __all__ = ['GROUPS', 'RECIPES', 'ALIASES', 'VALUES', 'IGNORED', 'RETIRED', 'RULES', 'Recipe', 'translate', 'read_value',
-           'parse_budget', 'show_budget', 'check', 'preset', 'leaves', 'with_environment', 'split_word', 'compose',
-           'tiny', 'crammed']
+           'parse_budget', 'show_budget', 'check', 'preset', 'leaves', 'split_word', 'compose', 'tiny', 'crammed']
 
 # %% ../nbs/library/recipe.ipynb #16e830e9
 import math
@@ -384,7 +383,7 @@ def _set(recipe, key, text):
     setattr(part, key.rpartition('.')[2], value)
 
 # %% ../nbs/library/recipe.ipynb #e0611ffd
-def with_environment(
+def _with_environment(
     recipe: Recipe,  # as composed
 ) -> Recipe:  # with empty `data.files` and `eval.glue_dir` filled in from CRAMNB_DATA
     "Let CRAMNB_DATA name the folder that holds text/ and glue/. Raises CramError."
@@ -431,7 +430,7 @@ def compose(
             say(note)
         if key not in GROUPS and value is not None:
             _set(recipe, key, value)
-    return check(with_environment(recipe))
+    return check(_with_environment(recipe))
 
 # %% ../nbs/library/recipe.ipynb #5476df0f
 def tiny(*overrides: str) -> Recipe:

@@ -11,8 +11,7 @@ Docs: https://cramnb.github.io/cramnb/library/judge/tasks.html.md"""
 
 # %% auto #0
 __all__ = ['TASKS', 'GLUE', 'LOCAL', 'METRICS', 'PUBLISHED_TASKS', 'PUBLISHED', 'Task', 'task_names', 'score', 'baseline',
-           'sentences', 'scramble', 'replace_words', 'local_suite', 'hold_out', 'own_task', 'load_folder', 'load_hub',
-           'remark_on', 'load_tasks']
+           'sentences', 'local_suite', 'hold_out', 'own_task', 'load_folder', 'load_hub', 'remark_on', 'load_tasks']
 
 # %% ../../nbs/library/judge/tasks.ipynb #339adb13
 import csv
@@ -166,7 +165,7 @@ def sentences(
     return found
 
 # %% ../../nbs/library/judge/tasks.ipynb #48983287
-def scramble(
+def _scramble(
     sentence: str,  # four words or more, the inner ones not all alike
     rng: np.random.Generator,  # the only source of randomness
 ) -> str:  # the same words, the inner ones in another order
@@ -179,7 +178,7 @@ def scramble(
     return ' '.join([first, *new, last])
 
 # %% ../../nbs/library/judge/tasks.ipynb #1a1116de
-def replace_words(
+def _replace_words(
     sentence: str,  # any
     share: float,  # of its words to replace
     pool: list[str],  # words to draw from
@@ -200,8 +199,8 @@ def _suite_rows(documents, rng):
     spoilt = rng.random(len(singles)) < 0.5
     pairs = [(found[0], later) for found in split for later in found[1:4]]
     swapped = rng.random(len(pairs)) < 0.5
-    changed = [replace_words(s, rng.integers(0, 6) / 5, pool, rng) for s in singles]
-    one = [(scramble(s, rng) if bad else s, int(not bad)) for s, bad in zip(singles, spoilt)]
+    changed = [_replace_words(s, rng.integers(0, 6) / 5, pool, rng) for s in singles]
+    one = [(_scramble(s, rng) if bad else s, int(not bad)) for s, bad in zip(singles, spoilt)]
     two = [(b, a, 0) if turned else (a, b, 1) for (a, b), turned in zip(pairs, swapped)]
     three = [(s, new, label) for s, (new, label) in zip(singles, changed)]
     rows = {}

@@ -12,9 +12,8 @@ Docs: https://cramnb.github.io/cramnb/library/model/mlm.html.md"""
 
 # %% auto #0
 __all__ = ['HeadTransform', 'linear_cross_entropy', 'CrammedBertForMaskedLM', 'build_model', 'count_parameters',
-           'flops_per_token', 'pool', 'task_loss', 'CrammedBertForSequenceClassification',
-           'CrammedBertForTokenClassification', 'CrammedBertForQuestionAnswering', 'CrammedBertForMultipleChoice',
-           'register']
+           'flops_per_token', 'pool', 'CrammedBertForSequenceClassification', 'CrammedBertForTokenClassification',
+           'CrammedBertForQuestionAnswering', 'CrammedBertForMultipleChoice', 'register']
 
 # %% ../../nbs/library/model/mlm.ipynb #dfc7dd03
 import warnings
@@ -251,7 +250,7 @@ class _Classifier(nn.Module):
         return self.out(self.dropout(torch.tanh(self.dense(x))))
 
 # %% ../../nbs/library/model/mlm.ipynb #dcc3e752
-def task_loss(
+def _task_loss(
     logits: Tensor,  # (B, n)
     labels: Tensor,  # (B,) classes, (B, n) zeros and ones in float, or values for regression
     problem_type: str | None = None,  # transformers' name of the task; None: by shape and dtype
@@ -323,7 +322,7 @@ class CrammedBertForSequenceClassification(_Classification):
         return pool(hidden, attention_mask, how)
 
     def loss(self, logits, labels):
-        return task_loss(logits, labels, self.config.problem_type)
+        return _task_loss(logits, labels, self.config.problem_type)
 
 # %% ../../nbs/library/model/mlm.ipynb #8a4e63c5
 class CrammedBertForTokenClassification(_Classification):

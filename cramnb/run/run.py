@@ -12,7 +12,7 @@ Docs: https://cramnb.github.io/cramnb/library/run/run.html.md"""
 # %% auto #0
 __all__ = ['silent', 'check_run', 'open_corpus', 'open_together', 'new_model', 'make_loop', 'measure', 'Checkpoint',
            'resolve_checkpoint', 'load', 'arch_of', 'Trainer', 'Trained', 'dry_run', 'wants_local', 'load_exams',
-           'weights_key', 'protocol_key', 'Scores', 'evaluate', 'plot_scores']
+           'Scores', 'evaluate', 'plot_scores']
 
 # %% ../../nbs/library/run/run.ipynb #f733f0e6
 import io
@@ -598,7 +598,7 @@ def load_exams(
     return load_tasks(ev, suite, seed)
 
 # %% ../../nbs/library/run/run.ipynb #f6c4e999
-def weights_key(checkpoint: Checkpoint) -> str:  # 16 hex digits
+def _weights_key(checkpoint: Checkpoint) -> str:  # 16 hex digits
     "Name a model by weights, configuration and tokenizer, not by where they lie or when."
     if isinstance(checkpoint.where, Path):
         kinds = ('*.safetensors', '*.json', '*.txt', '*.model')
@@ -608,9 +608,9 @@ def weights_key(checkpoint: Checkpoint) -> str:  # 16 hex digits
     return fingerprint(checkpoint.where, config.to_dict(), getattr(config, '_commit_hash', None))
 
 # %% ../../nbs/library/run/run.ipynb #2396f110
-def protocol_key(
+def _protocol_key(
     ev: Eval,  # the protocol
-    weights: str,  # from `weights_key`
+    weights: str,  # from `_weights_key`
     precision,  # torch.dtype of the matrix products, and the kernel where it is not sdpa
     untrained: bool = False,  # are the weights drawn anew?
 ) -> str:  # 16 hex digits
@@ -728,11 +728,11 @@ def evaluate(
     exams, device = load_exams(ev, corpus, seed), pick_device(impl)
     _check_text(checkpoint, corpus, ev)
     precision, attention = _way(impl, checkpoint, device)
-    weights, how = weights_key(checkpoint), str(precision)
+    weights, how = _weights_key(checkpoint), str(precision)
     if attention != 'sdpa':
         how = f'{precision} {attention}'
     folder = Path(folder or checkpoint.run or 'runs/eval')
-    where = folder / 'eval' / protocol_key(ev, weights, how, checkpoint.untrained)
+    where = folder / 'eval' / _protocol_key(ev, weights, how, checkpoint.untrained)
     options = (seed, device, progress, precision, weights, attention)
     with process_settings(impl, device):
         if dry:

@@ -9,8 +9,8 @@ Docs: https://cramnb.github.io/cramnb/library/run/runs.html.md"""
 
 # %% auto #0
 __all__ = ['Measured', 'read_log', 'smooth', 'Summary', 'ScoreFile', 'run_folder', 'finished', 'read_recipe', 'run_id',
-           'check_folder', 'make_folder', 'lock_path', 'lock_run', 'is_running', 'run_state', 'list_runs', 'runs_table',
-           'free_name', 'finished_runs', 'latest_run']
+           'check_folder', 'make_folder', 'lock_run', 'is_running', 'run_state', 'list_runs', 'runs_table', 'free_name',
+           'finished_runs', 'latest_run']
 
 # %% ../../nbs/library/run/runs.ipynb #3829e0f6
 import math
@@ -193,7 +193,7 @@ def make_folder(recipe: Recipe) -> Path:  # its folder, with recipe.json in it
     return folder
 
 # %% ../../nbs/library/run/runs.ipynb #730fa9bd
-def lock_path(folder: Path) -> Path:  # beside it
+def _lock_path(folder: Path) -> Path:  # beside it
     "The lock that a process at work in a run holds."
     folder = folder.resolve()  # one folder may have two names
     return folder.with_name(f'.{folder.name}.lock')
@@ -202,7 +202,7 @@ def lock_path(folder: Path) -> Path:  # beside it
 @contextmanager
 def lock_run(folder: Path):
     "Keep a second process out of a run. Raises CramError."
-    path = lock_path(folder)
+    path = _lock_path(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(str(path))
     try:
@@ -218,10 +218,10 @@ def lock_run(folder: Path):
 # %% ../../nbs/library/run/runs.ipynb #afb873db
 def is_running(folder: Path) -> bool:
     "Does a process hold the lock? Asks for an instant, and never makes a lock."
-    if not lock_path(folder).exists():
+    if not _lock_path(folder).exists():
         return False
     try:
-        with FileLock(str(lock_path(folder))).acquire(timeout=0):
+        with FileLock(str(_lock_path(folder))).acquire(timeout=0):
             return False
     except OSError as error:  # another one: a folder that is only read
         return isinstance(error, Timeout)

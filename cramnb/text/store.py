@@ -12,8 +12,8 @@ Docs: https://cramnb.github.io/cramnb/library/text/store.html.md"""
 
 # %% auto #0
 __all__ = ['SHARD', 'LEARN_FROM', 'PART_ROWS', 'FORMAT', 'FILES', 'Shards', 'each_shard', 'read_stage', 'clean_stage',
-           'number_words', 'spread', 'word_ids', 'word_counts', 'learn', 'in_order', 'disk_needed', 'random_stage',
-           'store_key', 'store_folder', 'data_card', 'CorpusCard', 'Corpus']
+           'number_words', 'spread', 'word_ids', 'word_counts', 'learn', 'in_order', 'disk_needed', 'store_key',
+           'store_folder', 'data_card', 'CorpusCard', 'Corpus']
 
 # %% ../../nbs/library/text/store.ipynb #b46cbc45
 import hashlib
@@ -485,7 +485,7 @@ def _split_rows(parts, share, heldout):
             yield rows[picked]
 
 # %% ../../nbs/library/text/store.ipynb #16b21d32
-def random_stage(
+def _random_stage(
     data: Data,  # reads vocab_size, seq_length, include_cls, max_rows, max_documents, heldout
     folder: Path,  # of the build
     progress: Callable,  # not used: it takes a moment
@@ -681,7 +681,7 @@ def _build(data, folder, progress):
     "Build a corpus, or go on with one that was stopped."
     build = folder.with_name(folder.name + '.partial')
     build.mkdir(exist_ok=True)
-    stage = dict(tokens=_ready_stage, random=random_stage).get(data.source, _text_stage)
+    stage = dict(tokens=_ready_stage, random=_random_stage).get(data.source, _text_stage)
     try:
         if not (build / 'card.json').exists():
             _finish(data, build, stage(data, build, progress))

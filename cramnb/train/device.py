@@ -10,8 +10,7 @@ Docs: https://cramnb.github.io/cramnb/library/train/device.html.md"""
 
 # %% auto #0
 __all__ = ['CARDS', 'card_key', 'Machine', 'find_card', 'machine_here', 'recipe_here', 'best_device', 'pick_device',
-           'pick_precision', 'keep_memory', 'process_settings', 'recompute_layers', 'fill_up', 'MaybeCompiled',
-           'compile_ahead']
+           'pick_precision', 'keep_memory', 'process_settings', 'recompute_layers', 'MaybeCompiled', 'compile_ahead']
 
 # %% ../../nbs/library/train/device.ipynb #c42c0eaa
 import ctypes
@@ -242,7 +241,7 @@ def recompute_layers(
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 # %% ../../nbs/library/train/device.ipynb #3d2f17a9
-def fill_up(
+def _fill_up(
     batch: MaskedBatch,  # of a smaller pass
     rows: int,  # that it shall have
 ) -> MaskedBatch:
@@ -271,7 +270,7 @@ class MaybeCompiled:
         self.passes += 1
         self.now = self.now or self.compiler(self.plain, dynamic=False)
         self.rows = max(self.rows, len(batch.input_ids))
-        return self.now(model, fill_up(batch, self.rows))
+        return self.now(model, _fill_up(batch, self.rows))
 
     def give_up(self, error: Exception) -> bool:
         "Is the plain loss worth a try? Only the first pass can blame the compiler."
