@@ -1,6 +1,6 @@
 """Errors with the nearest name, files written whole or not at all
 
-The floor under all chapters. `CramError` is a mistake that the user can mend, told in one line
+The floor under all lessons. `CramError` is a mistake that the user can mend, told in one line
 with the nearest valid name. `whole` and the writers built on it leave a complete file or none;
 `read_json` and `load_pretrained` are the only doors by which foreign files come in, and
 `printable` keeps control characters off the screen.

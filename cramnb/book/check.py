@@ -38,11 +38,11 @@ def asked() -> dict[str, list[str]]:  # '03 rows' -> ['pack_rows', 'rows_at']
     cells = re.split(
         r'^# %% \.\./nbs/(\d\d)_(\w+)\.ipynb.*\n', _MINI.read_text('utf-8'), flags=re.M
     )
-    chapters = {}
+    lessons = {}
     for number, title, text in zip(cells[1::3], cells[2::3], cells[3::3]):
         for name in _defined(ast.parse(text)):
-            chapters.setdefault(f'{number} {title}', []).append(name)
-    return chapters
+            lessons.setdefault(f'{number} {title}', []).append(name)
+    return lessons
 
 
 def _defined(
@@ -68,8 +68,8 @@ def write_new(
     first = [i for i, line in enumerate(lines) if line.startswith('# %% ')]
     text = ['"A BERT from scratch: mine."', '', *lines[first[1] + 2 : first[2]]]
     nodes = {name: node for node in tree.body for name in _defined(ast.Module([node], []))}
-    for chapter, names in asked().items():
-        text += [f'# --- lesson {chapter}', '']
+    for title, names in asked().items():
+        text += [f'# --- lesson {title}', '']
         for name in names:
             text += [*_empty(nodes[name], lines), '', '']
     with whole(path) as temporary:
@@ -186,9 +186,9 @@ def _answer(line, about):
         return text if name == about else None
 
 # %% ../../nbs/library/book/check.ipynb #ef982e0b
-def _judged(path, chapters, limit):
+def _judged(path, lessons, limit):
     "A sentence for each name that the file defines."
-    told, left = {}, [name for names in chapters.values() for name in names]
+    told, left = {}, [name for names in lessons.values() for name in names]
     while left:
         with closing(_answers(path, left, limit)) as answers:
             next(answers)
@@ -202,7 +202,7 @@ def _judged(path, chapters, limit):
                 told[name] = sentence
                 if sentence is None:
                     told[name] = f'{name} ends the process, or takes more than {limit:g} s'
-                    rest = next(names for names in chapters.values() if name in names)
+                    rest = next(names for names in lessons.values() if name in names)
                     told |= {n: f'{n} is not judged after that' for n in rest if n in left}
                     left = [n for n in left if n not in rest]
                     break
@@ -225,29 +225,29 @@ def check(
         where = f', line {e.lineno}' if getattr(e, 'lineno', None) else ''
         why = getattr(e, 'msg', '') or str(e) or 'it is too deep'
         raise CramError(f"{path}{where}: this is not Python: {why}.") from None
-    chapters = asked()
+    lessons = asked()
     told = _judged(
-        path.resolve(), {c: [n for n in names if n in own] for c, names in chapters.items()}, limit
+        path.resolve(), {c: [n for n in names if n in own] for c, names in lessons.items()}, limit
     )
     other = set(own) - set(told)
-    for name in {n for names in chapters.values() for n in names if n not in own}:
+    for name in {n for names in lessons.values() for n in names if n not in own}:
         near = difflib.get_close_matches(name, other, 1, 0.8)
         told[name] = f'{name} is missing' + (f'; is it {near[0]} in your file?' if near else '')
     begun = {
         c: any(not told[n].endswith((_NOT_YET, 'is missing')) for n in names)
-        for c, names in chapters.items()
+        for c, names in lessons.items()
     }
     if not any(begun.values()):
-        first = next(iter(chapters))
-        say(f'{path}: nothing of the book yet; {first} asks for {", ".join(chapters[first])}.')
+        first = next(iter(lessons))
+        say(f'{path}: nothing of the book yet; {first} asks for {", ".join(lessons[first])}.')
         return False
-    last, fine = [c for c in chapters if begun[c]][-1], True
-    for chapter, names in chapters.items():
+    last, fine = [c for c in lessons if begun[c]][-1], True
+    for title, names in lessons.items():
         wrong = [told[n] for n in names if told[n]]
         fine = fine and not wrong
         more = f'. {wrong[0]}' + '.' * (not wrong[0].endswith('?')) if wrong else ''
-        say(f'{chapter}: {len(names) - len(wrong)} of {len(names)}{more}')
-        if chapter == last:
+        say(f'{title}: {len(names) - len(wrong)} of {len(names)}{more}')
+        if title == last:
             break
     if text and not wrong:
         say(_number(path.resolve(), int(last[:2]), text))
@@ -274,9 +274,9 @@ def your_file(
     say: Callable = say_line,  # prints a line
 ):
     "What a lesson asks of your file, whether it is there, and the number that it improves."
-    chapter, names = next((c, n) for c, n in asked().items() if c.startswith(f'{lesson:02} '))
+    title, names = next((c, n) for c, n in asked().items() if c.startswith(f'{lesson:02} '))
     if Path(path).is_file():
         check(path, say=say, text=text)
     else:
-        say(f'Lesson {chapter} asks for {", ".join(names)}.')
+        say(f'Lesson {title} asks for {", ".join(names)}.')
         say(f'{path} is not in this folder; cramnb check --new {path} writes an empty one.')

@@ -34,7 +34,7 @@ _AXES = dict(
     tokens=('tokens', 'tokens seen', {1e9: 'billion', 1e6: 'million', 1: ''}),
     updates=('update', 'updates', {1e9: 'billion', 1e6: 'million', 1: ''}),
 )
-_COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#999999', '#000000')  # of the chapters
+_COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#999999', '#000000')  # of the lessons
 _STYLES = ('-', '--', ':', '-.')
 
 # %% ../../nbs/library/run/report.ipynb #5764f46a
