@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from cramnb.train.device import keep_memory
@@ -22,7 +23,7 @@ from cramnb.recipe import compose
 from cramnb.run.run import make_loop, new_model
 from cramnb.text.store import Corpus
 from cramnb.text.tokenizer import encode
-from cramnb.train.loop import heldout_batches, heldout_loss, unigram_entropy
+from cramnb.train.loop import heldout_batches, heldout_loss, spread_rows, unigram_entropy
 
 FASTEST = ["impl.precision=bfloat16", "impl.attn_implementation=eager", "impl.microbatch_size=32"]
 MARKS = [0.02, 0.05, *(n / 20 for n in range(2, 6)), *(n / 10 for n in range(3, 10))]
@@ -48,7 +49,8 @@ def judged_by(job: dict, recipe, corpus: Corpus) -> tuple[Corpus, int]:
 
 def unseen_loss(trainer, corpus: Corpus) -> float | None:
     "Loss on the held-out rows that `train.eval_rows` leaves: no choice of a setting saw them."
-    rest = corpus.heldout[trainer.train.eval_rows :]
+    judging = spread_rows(len(corpus.heldout), trainer.train.eval_rows)
+    rest = np.delete(corpus.heldout[:], judging, axis=0)
     if not len(rest):
         return None
     every_row = replace(trainer.train, eval_rows=len(rest))

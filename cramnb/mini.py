@@ -1,7 +1,7 @@
 """What a BERT is, the rules of cramming, and what three minutes of training can do
 
-From raw text to a held-out loss, in plain lines: what the lessons teach, with no import from the
-library. `python -m cramnb.mini [FOLDER] [SECONDS]` trains on the text files of a folder, or on the
+From raw text to the score of an exam, in plain lines: what the lessons teach, with no import from
+the library. `python -m cramnb.mini [FOLDER] [SECONDS]` trains on the text files of a folder, or on the
 documentation of Python, and resumes where it was killed.
 
 Docs: https://cramnb.github.io/cramnb/start.html.md"""
@@ -241,7 +241,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
         B, T, D = x.shape  # q, k and v: (B, H, T, K) each
         q, k, v = self.qkv(x).view(B, T, 3, self.H, -1).permute(2, 0, 3, 1, 4)
-        q, k = self.query_norm(q.float()), self.key_norm(k.float())
+        q, k = self.query_norm(q.float()), self.key_norm(k.float())  # in 32 bits
         mixed, _ = attend(turned(q), turned(k), v)
         return self.output(mixed.transpose(1, 2).reshape(B, T, D))  # heads side by side
 

@@ -15,6 +15,7 @@ import torch
 
 from cramnb import mini
 from cramnb.book.check import asked, check, judge
+from cramnb.book.numbers import NUMBERS, number
 from cramnb.cli import main
 
 NAMES = [name for names in asked().values() for name in names]
@@ -311,6 +312,21 @@ def test_a_new_file_has_every_name_and_is_never_written_over(mine, capsys):
     mine("mine")
     assert main(["check", "--new", "my_bert.py"]) == 2
     assert Path("my_bert.py").read_text() == "mine"
+
+
+def test_a_number_of_too_little_text_is_a_sentence(tmp_path):
+    (tmp_path / "note.txt").write_text("Too short.")
+    for lesson in NUMBERS:
+        assert number(SimpleNamespace(), lesson, str(tmp_path))  # nothing is raised
+    assert "too little text" in number(SimpleNamespace(), 15, str(tmp_path))
+
+
+def test_a_folder_without_texts_is_told_before_anything_is_judged(mine, tmp_path, capsys):
+    mine("SPECIAL = 1")
+    for folder in ("nowhere", str(tmp_path / "my_bert.py")):
+        assert main(["check", "my_bert.py", f"text={folder}"]) == 2
+        out, err = capsys.readouterr()
+        assert not out and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

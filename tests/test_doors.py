@@ -6,19 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import toy
 
 from cramnb import Corpus, Trainer, build_model, evaluate, load
 from cramnb.core import CramError
 from cramnb.recipe import preset
 from cramnb.text.sources import docstrings
 
-ARCH = replace(
-    preset("arch", "tiny"),
-    hidden_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    intermediate_size=32,
-)
+ARCH = replace(toy.ARCH, num_hidden_layers=1)
 TRAIN = replace(
     preset("train", "tiny"), batch_size=8, eval_rows=8, progress="updates", max_updates=2
 )

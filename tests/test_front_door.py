@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import toy
 from conftest import ROOT, server
 
 from cramnb import Corpus, Trainer, build_model, evaluate, load
@@ -17,13 +18,7 @@ from cramnb.core import CramError, Stopped
 from cramnb.text.sources import docstrings
 from cramnb.recipe import preset
 
-ARCH = replace(
-    preset("arch", "tiny"),
-    hidden_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    intermediate_size=64,
-)
+ARCH = replace(toy.ARCH, num_hidden_layers=1)
 TRAIN = replace(
     preset("train", "tiny"),
     batch_size=16,

@@ -315,6 +315,15 @@ def test_the_first_line_of_a_lesson_tells_its_minutes(path):
     assert line(*both(path)) in path.read_text(encoding="utf-8"), "make readme"
 
 
+def test_the_hours_that_lesson_00_tells_are_those_of_the_lessons():
+    words = "zero one two three four five six seven eight nine ten eleven".split()
+    minutes = [both(path) for path in lessons()]
+    spine, book = sum(m[0] for m in minutes[:16]) / 60, sum(m[1] for m in minutes) / 60
+    text = "".join(map(source, cells(lessons()[0], "markdown")))
+    assert f"**{words[round(spine)].capitalize()} hours.**" in text
+    assert f"about {words[round(book)]} hours of reading" in text
+
+
 def test_readme_is_the_index():
     for name, content in readme().items():
         assert (ROOT / name).read_bytes() == content, f"{name} is out of step: make readme"

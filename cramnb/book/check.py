@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from ..core import CramError, whole
+from ..core import CramError, folder_of, whole
 from ..core import say as say_line
 
 # %% ../../nbs/library/book/check.ipynb #5e8d09d7
@@ -225,6 +225,7 @@ def check(
         where = f', line {e.lineno}' if getattr(e, 'lineno', None) else ''
         why = getattr(e, 'msg', '') or str(e) or 'it is too deep'
         raise CramError(f"{path}{where}: this is not Python: {why}.") from None
+    folder = _texts(text) if text else ''
     lessons = asked()
     told = _judged(
         path.resolve(), {c: [n for n in names if n in own] for c, names in lessons.items()}, limit
@@ -249,19 +250,19 @@ def check(
         say(f'{title}: {len(names) - len(wrong)} of {len(names)}{more}')
         if title == last:
             break
-    if text and not wrong:
-        say(_number(path.resolve(), int(last[:2]), text))
+    if folder and not wrong:
+        with closing(_answers(path.resolve(), [f'{int(last[:2])} {folder}'], _LONGEST)) as answers:
+            *_, number = answers
+        say(f'your text: {number or f"the program ends, or takes more than {_LONGEST:g} s"}')
     return fine
 
 # %% ../../nbs/library/book/check.ipynb #fcb05bfb
-def _number(path, lesson, text):
-    "The number of a lesson from the reader's file on the reader's text, in one line."
-    folder = Path(text).expanduser().resolve()
+def _texts(text):
+    "The folder of a reader's own texts. Raises CramError where it holds none."
+    folder = folder_of(text, 'text').resolve()
     if not any(p.suffix in ('.txt', '.md') for p in folder.rglob('*')):
         raise CramError(f"text={text}: there is no .txt or .md file in this folder.")
-    with closing(_answers(path, [f'{lesson} {folder}'], _LONGEST)) as answers:
-        *_, told = answers
-    return f'your text: {told}' if told else f'your text: no answer within {_LONGEST:g} s'
+    return folder
 
 
 _LONGEST = 600.0  # seconds for the number of a lesson, which may train for a minute

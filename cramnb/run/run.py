@@ -713,9 +713,10 @@ def evaluate(
             raise CramError("A model alone has no tokenizer: give corpus=, or its run's folder.")
         if not hasattr(model, 'save_pretrained'):
             raise CramError(f"model is a {type(model).__name__}: give a model of transformers.")
-        with tempfile.TemporaryDirectory() as place, quiet():
-            model.save_pretrained(f'{place}/model')
-            corpus.tokenizer.save_pretrained(f'{place}/model')
+        with tempfile.TemporaryDirectory() as place:
+            with quiet():
+                model.save_pretrained(f'{place}/model')
+                corpus.tokenizer.save_pretrained(f'{place}/model')
             kept = Checkpoint(Path(place, 'model'), None, label=type(model).__name__)
             how = dict(corpus=corpus, seed=seed, impl=impl, dry=dry, progress=progress)
             scores = evaluate(kept, ev, folder=folder or place, **how)

@@ -21,7 +21,7 @@ Docs: https://cramnb.github.io/cramnb/library/train/loop.html.md"""
 
 # %% auto #0
 __all__ = ['mlm_loss', 'accumulate', 'clip_and_step', 'TrainState', 'Loop', 'gradients', 'replay', 'heldout_loss',
-           'unigram_entropy', 'masked_rows', 'heldout_batches']
+           'unigram_entropy', 'masked_rows', 'spread_rows', 'heldout_batches']
 
 # %% ../../nbs/library/train/loop.ipynb #b0c0d667
 import math
@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -300,13 +301,19 @@ def masked_rows(
     return batches
 
 # %% ../../nbs/library/train/loop.ipynb #d03335e7
+def spread_rows(n: int, k: int) -> np.ndarray:
+    "k of n row numbers, evenly spread: the first rows alone would be a few documents, or one kind."
+    return np.arange(min(k, n)) * n // min(k, n)
+
+
 def heldout_batches(
     corpus: Corpus,  # where the rows come from
     train: Train,  # reads eval_rows
     mlm_probability: float = 0.15,  # the same for all recipes, so that losses compare
 ) -> list[MaskedBatch]:
-    "Held-out rows under fixed masks."
-    parts = torch.from_numpy(corpus.heldout[: train.eval_rows].astype('int32')).split(64)
+    "Held-out rows, spread over all held-out text, under fixed masks."
+    chosen = spread_rows(len(corpus.heldout), train.eval_rows)
+    parts = torch.from_numpy(corpus.heldout[chosen].astype('int32')).split(64)
     how, draw = _ids(corpus) | dict(mlm_probability=mlm_probability), microbatch_generator
     return [mask_tokens(p, generator=draw(0, i), **how) for i, p in enumerate(parts)]
 
