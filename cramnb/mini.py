@@ -220,7 +220,7 @@ def attend(
 def turned(
     x: Tensor,  # (…, T, K) queries or keys
 ) -> Tensor:  # (…, T, K)
-    "Turn pair (i, i+K/2) by place / 10000^(2i/K), so that products depend on the distance."
+    "Turn pair (i, i+K/2) by place / 10000^(2i/K), so that products depend on the offset."
     T, K = x.shape[-2:]
     angle = torch.arange(T)[:, None] * 10_000.0 ** (-torch.arange(0.0, K, 2) / K)
     angle = torch.cat([angle, angle], dim=-1)
@@ -239,9 +239,10 @@ class SelfAttention(nn.Module):
         self.query_norm, self.key_norm = (nn.RMSNorm(K, eps=1e-6) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
-        B, T, D = x.shape  # q, k and v: (B, H, T, K) each
-        q, k, v = self.qkv(x).view(B, T, 3, self.H, -1).permute(2, 0, 3, 1, 4)
-        q, k = self.query_norm(q.float()), self.key_norm(k.float())  # in 32 bits
+        B, T, D = x.shape
+        parts = self.qkv(x).view(B, T, 3, self.H, -1)  # (B, T, q k v, H, K)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)  # (B, H, T, K) each
+        q, k = self.query_norm(q.float()), self.key_norm(k.float())  # norms in 32 bits
         mixed, _ = attend(turned(q), turned(k), v)
         return self.output(mixed.transpose(1, 2).reshape(B, T, D))  # heads side by side
 
