@@ -30,7 +30,7 @@ def turn(side: str, seed: int) -> dict:
     small, run = mini.MaskedLM(size), dict(updates=0, elapsed=0.0, states={})
     if side == "mini":
         batches = lambda n: mini.batch_at(n, rows, size, seed=seed)  # noqa: E731
-        for _ in mini.train(small, batches, BUDGET, run, short=torch.cpu._is_amx_tile_supported()):
+        for _ in mini.train(small, batches, BUDGET, run, bf16=torch.cpu._is_amx_tile_supported()):
             pass
         updates = run["updates"]
     else:

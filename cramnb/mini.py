@@ -400,13 +400,13 @@ def train(
     passes: int = 1,  # in one update
     clipping: float = math.inf,  # largest norm of the gradients
     clock: Callable = time.monotonic,  # returns seconds
-    short: bool = False,  # multiply matrices of 16-bit numbers
+    bf16: bool = False,  # multiply matrices of 16-bit numbers
 ) -> Iterator[float]:  # the loss of each update
     "Add up passes, step if all gradients are finite, and stop on time."
     while (x := run['elapsed'] / seconds) < 1:
         began, total = clock(), 0.0
         for i in range(passes):
-            with torch.autocast('cpu', torch.bfloat16, enabled=short):
+            with torch.autocast('cpu', torch.bfloat16, enabled=bf16):
                 loss = loss_of(model, batches(run['updates'] * passes + i)) / passes
             loss.backward()
             total += loss.item()
@@ -434,7 +434,7 @@ def mean_loss(
 ) -> float:  # nats
     "Mean loss over all hidden tokens of the batches."
     losses = [loss_of(model, batch).item() for batch in batches]
-    return float(np.average(losses, weights=[len(columns) for *_, columns in batches]))
+    return float(np.average(losses, weights=[columns.numel() for *_, columns in batches]))
 
 # %% ../nbs/10_loop.ipynb #717c60d9
 def unigram_loss(
@@ -665,7 +665,7 @@ def main(
     seconds: float = 180.0,  # of training
     where: str = 'mini-run',  # folder of the run; an existing run is resumed
     clock: Callable = time.monotonic,
-    short: bool = False,  # products of 16-bit numbers
+    bf16: bool = False,  # products of 16-bit numbers
 ) -> tuple[float, float, float]:  # held-out loss, score, score of the untrained model
     "From text to a held-out loss and the score of an exam."
     path = Path(where) / 'checkpoint.safetensors'
@@ -679,7 +679,7 @@ def main(
         run = load(path, model)
     print(f'{len(rows):,} rows, {V:,} in the vocabulary; run: {path.parent}')
     losses, last, batches = [], run['elapsed'], lambda n: batch_at(n, rows, V)
-    for loss in train(model, batches, seconds, run, clock=clock, short=short):
+    for loss in train(model, batches, seconds, run, clock=clock, bf16=bf16):
         losses.append(loss)
         if run['elapsed'] >= last + min(seconds / 10, 60):
             spent, updates = run['elapsed'], run['updates']
@@ -703,4 +703,4 @@ if __name__ == '__main__' and '__file__' in globals():  # not in a notebook
         sys.exit('usage: python -m cramnb.mini [FOLDER] [SECONDS]')
     name = Path(folder).resolve().name  # each text has a run of its own
     where = f'mini-run-{name}' if folder else 'mini-run'
-    main(folder, float(seconds), where, short=torch.cpu._is_amx_tile_supported())
+    main(folder, float(seconds), where, bf16=torch.cpu._is_amx_tile_supported())

@@ -100,7 +100,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("name, parameter", [*ARGUMENTS, ("train", "passes"), ("train", "short")])
+@pytest.mark.parametrize("name, parameter", [*ARGUMENTS, ("train", "passes"), ("train", "bf16")])
 def test_an_ignored_argument_is_found(name, parameter):
     assert told(name, ignoring(getattr(mini, name), parameter))
 

@@ -139,7 +139,7 @@ EXPRESSIONS = dict(  # name in mini -> what must be the same
     + ['height(0.1, warmup=0.5)', 'height(0.7, cooldown=0.2)', 'height(0.9, cooldown=0.2)'],
     train=['a_run(train)', 'a_run(train, seconds=0.4)', 'a_run(train, passes=2, clipping=0.1)']
     + ['a_run(train, clipping=0.5)', 'a_run(train, start=2)', 'a_run(train, not_finite=2)']
-    + ['a_run(train, short=True)'],
+    + ['a_run(train, bf16=True)'],
     mean_loss=['mean_loss(model, batches)', 'mean_loss(filled(model), batches[:2])']
     + ['(mean_loss(model, batches), [p.grad for p in model.parameters()])'],
     unigram_loss=['unigram_loss(rows, 50, batches)', 'unigram_loss(rows, 70, batches)']
@@ -209,8 +209,8 @@ def _tokenizer(size, texts=tuple(_TEXTS)):
 
 
 def _batches():
-    "Three masked batches; the later ones are smaller."
-    rows = (torch.randint(5, 50, (4 - i, 12), generator=mini.generator_at(i)) for i in range(3))
+    "Three masked batches; the later ones are smaller and hide less."
+    rows = (torch.randint(5, 50, (4 - i, 12 - 4 * i), generator=mini.generator_at(i)) for i in range(3))
     return [mini.mask_rows(x, 50, mini.generator_at(i)) for i, x in enumerate(rows)]
 
 
