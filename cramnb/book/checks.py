@@ -210,7 +210,8 @@ def _tokenizer(size, texts=tuple(_TEXTS)):
 
 def _batches():
     "Three masked batches; the later ones are smaller and hide less."
-    rows = (torch.randint(5, 50, (4 - i, 12 - 4 * i), generator=mini.generator_at(i)) for i in range(3))
+    sizes = (4, 12), (3, 8), (2, 4)
+    rows = (torch.randint(5, 50, s, generator=mini.generator_at(i)) for i, s in enumerate(sizes))
     return [mini.mask_rows(x, 50, mini.generator_at(i)) for i, x in enumerate(rows)]
 
 
