@@ -1,4 +1,6 @@
-"""`python -m bench [CASE …] [rounds=5] [out=bench.json] [key=value …]`, from the top folder."""
+"""`python -m bench [CASE …] [rounds=5] [out=bench.json] [key=value …]`, from the top folder.
+
+bench/README.md has the command of each log in nbs/data."""
 
 import sys
 

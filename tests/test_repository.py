@@ -23,7 +23,8 @@ PARTS = {
     if isinstance(p, dict)
 }
 PAGES = {x["href"]: x["text"] for part in PARTS.values() for x in part}
-NOTEBOOKS = [ROOT / "nbs/index.ipynb", *(ROOT / "nbs" / href for href in PAGES)]
+NOTEBOOKS = [ROOT / "nbs/index.ipynb"]
+NOTEBOOKS += [ROOT / "nbs" / href for href in PAGES if href.endswith(".ipynb")]
 LESSONS = [p for p in NOTEBOOKS if p.name[:2].isdigit()]
 LIBRARY = [p for p in NOTEBOOKS if "library" in p.parts]
 FLOORS = ("", "text", "model", "train", "judge", "run", "book")  # imports go to the left only
@@ -234,10 +235,10 @@ def test_colab_installs_before_the_first_import(path):
 def test_the_sidebar_is_the_order():
     there = {
         str(p.relative_to(ROOT / "nbs"))
-        for p in (ROOT / "nbs").rglob("*.ipynb")
-        if not {".ipynb_checkpoints", "_proc"} & set(p.parts)
+        for p in (ROOT / "nbs").rglob("*")
+        if p.suffix in (".ipynb", ".qmd") and not {".ipynb_checkpoints", "_proc"} & set(p.parts)
     }
-    assert there == {"index.ipynb", *PAGES}, "the sidebar lists each notebook once"
+    assert there == {"index.ipynb", "404.qmd", *PAGES}, "the sidebar lists each page once"
     assert [p.name[:2] for p in LESSONS] == [f"{i:02}" for i in range(len(LESSONS))], "gaps"
     for path in LESSONS:
         assert PAGES[path.name] == f"{path.name[:2]} {title(path)}", "another title"
