@@ -190,7 +190,8 @@ class _Recorder:
         folder, i = run_folder(recipe), recipe.impl
         needs = ('loss', 'progress', 'elapsed', 'tokens', 'tokens_per_second')
         self.recipe, self.loop, self.progress = recipe, loop, progress
-        self.known = dict(first_heldout=first_heldout, processes=world.size, recipe=asdict(recipe))
+        self.known = dict(first_heldout=first_heldout, recipe=asdict(recipe))
+        self.known |= dict(processes=world.size, hosts=world.hosts)
         # cut back to the checkpoint
         self.log = Log(folder / 'metrics.jsonl', loop.state.update, needs, say)
         self.meter = _meter(recipe, loop, corpus, world, self.log.rows, say)
@@ -266,6 +267,11 @@ def _train(recipe, model, corpus, world, progress, say):
         if found:
             after = f'of the budget, after {loop.state.update} updates.'
             say(f"Going on at {loop.progress():.0%} {after}")
+        had, hosts = extra.get('processes', world.size), ', '.join(dict.fromkeys(world.hosts))
+        if had != world.size:
+            say(f"Processes: {had} before, now {world.size}. Sums are rounded in another order.")
+        if world.size > 1:
+            say(f"{world.size} processes train on {hosts}.")
         first = extra.get('first_heldout') or heldout_loss(loop.model, held, loop.precision)
         record = None
         if world.is_first:
@@ -321,6 +327,7 @@ def _finish(record, corpus, held):
         flops=_flops(record.recipe, corpus) * state.tokens,
         device=str(loop.device),
         device_name=name,
+        hosts=record.known['hosts'],
         torch=torch.__version__,
         way=asdict(way_of(loop)),
         **totals(rows),
