@@ -41,7 +41,7 @@ from ..model.attention import check_attention
 from ..model.mlm import build_model, count_parameters, flops_per_token
 from ..options import BERT_READS, PRESETS, Arch, Data, Eval, Impl, Train
 from ..recipe import GROUPS, Recipe, check, parse_budget, preset
-from ..text.store import Corpus, store_folder
+from ..text.store import Corpus, dask_client, store_folder
 from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
 from ..train.device import MaybeCompiled, compile_ahead, machine_here, pick_device
 from ..train.device import pick_precision, process_settings
@@ -89,7 +89,8 @@ def open_corpus(
     "Build the corpus of a recipe, or find it built, and say which."
     data, path = recipe.data, Path(recipe.impl.path).expanduser()
     was_there = (store_folder(data, path) / 'card.json').exists()
-    corpus = Corpus.build(data, path, progress)
+    with dask_client('' if was_there else recipe.impl.dask):
+        corpus = Corpus.build(data, path, progress)
     _end_stage(progress)
     for line in corpus.notices:
         say(line)
