@@ -331,6 +331,8 @@ class Impl:
     "How it is computed; only microbatch_size, through the ramp, changes the updates."
 
     path: str = option('corpora', 'folder of prepared corpora')
+    dask: str = option(
+        '', 'scheduler of Dask whose workers build the corpus, tcp://HOST:8786 (extra `dask`)')
     microbatch_size: str = option('auto', 'sequences per pass, or auto')
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = option(
         'auto', 'where to compute; mps: Apple silicon')

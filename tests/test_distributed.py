@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from conftest import cramnb, server
 from toy import ARCH, SMALL
+from torch.distributed import DistStoreError, HashStore
 
 from cramnb.train.checkpoint import checkpoints, load_checkpoint, restore, save_checkpoint
 from cramnb.core import LostRank
@@ -21,6 +23,7 @@ from cramnb.train.distributed import World, noticing, parallelise
 from cramnb.train.distributed import (
     agreed_checkpoint,
     first_then_rest,
+    fresh_store,
     join_world,
     share,
 )
@@ -91,12 +94,9 @@ def together(
 ) -> list:
     """Run `work(world, *args)` in processes that meet as under torchrun; what each returned, or
     the name of its error."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    fork = server()
+    fork, at = server(), port()
     ps = [
-        fork.Process(target=_one, args=(work, folder, rank, size, port, minutes, args))
+        fork.Process(target=_one, args=(work, folder, rank, size, at, minutes, args))
         for rank in range(size)
     ]
     for p in ps:
@@ -296,7 +296,46 @@ def test_resume_is_exact_with_dropout_although_only_the_first_has_saved(tmp_path
     )
 
 
+def _updates(world, folder, until):
+    t = make(world, microbatch_size=16 // world.size)
+    if found := agreed_checkpoint(folder, world):
+        restore(found, t)
+    for row in t.updates():
+        if row["update"] == until:
+            break
+    if world.is_first:
+        save_checkpoint(folder, t)
+    return dict(weights=numbers(t), sequences=t.state.sequences, passes=t.state.microbatch)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=["one then two", "two then one"])
+def test_a_run_goes_on_with_another_number_of_processes(sizes, tmp_path):
+    "Same rows, masks and batches; weights differ by rounding: 1e-5 after eight updates."
+    kept = tmp_path / "checkpoints"
+    for size, until in zip(sizes, (4, 8)):
+        if size == 2:
+            there = together(_updates, tmp_path, kept, until)[0]
+        else:
+            there = _updates(World(), kept, until)
+    whole = _updates(World(), tmp_path / "whole", 8)
+    assert (there["sequences"], there["passes"]) == (whole["sequences"], whole["passes"])
+    torch.testing.assert_close(there["weights"], whole["weights"], atol=1e-5, rtol=0)
+
+
 # --- the dead and the silent
+
+
+def test_processes_that_were_restarted_read_nothing_of_those_before():
+    "torchrun gives them the same store, with addresses of the dead in it."
+    store = HashStore()
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            new = list(pool.map(lambda rank: fresh_store(store, rank, 3, 0.5), range(3)))
+        assert not new[2].check(["address"])
+        new[0].set("address", "of this time")
+        assert new[1].get("address") == new[2].get("address") == b"of this time"
+    with pytest.raises(DistStoreError, match="process 1 has not come"):
+        fresh_store(store, 0, 2, 0.001)  # an old question is no answer
 
 
 def _dies(world, how):
@@ -346,13 +385,23 @@ def test_a_lost_process_is_told_by_torchs_own_errors_and_by_nothing_else():
 # --- the command
 
 
-def torchrun(*words: str, cwd: Path) -> subprocess.Popen:
+ALONE = "--nproc_per_node=2 --standalone"
+
+
+def torchrun(*words: str, cwd: Path, how: str = ALONE) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k != "CRAMNB_DATA"} | dict(
         OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"
     )
-    run = "-m torch.distributed.run --nproc_per_node=2 --standalone -m cramnb".split()
+    run = f"-m torch.distributed.run {how} -m cramnb".split()
     options = dict(cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     return subprocess.Popen([sys.executable, *run, *words], **options)
+
+
+def port() -> int:
+    "One that nobody uses."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def children(pid: int) -> list[int]:
@@ -412,3 +461,36 @@ def test_the_command_prepares_once_stops_together_goes_on_and_ends(tmp_path, tex
     assert [r["update"] for r in rows] == list(range(1, 301)) and rows[-1][
         "tokens"
     ] == 300 * 16 * 32
+
+
+def test_two_machines_train_one_run_in_a_folder_that_both_see(tmp_path, texts):
+    "Two torchruns meet at the loopback address, each in a working folder of its own."
+    shared = [f"base_dir={tmp_path}/runs", f"impl.path={tmp_path}/corpora"]
+    words = ["pretrain", "name=two", *shared, *small(texts), "train.max_updates=4"]
+    meet = "--nnodes=2 --nproc_per_node=1 --rdzv_id=bert --rdzv_backend=c10d "
+    meet += f"--rdzv_endpoint=127.0.0.1:{port()} --local_addr=127.0.0.1"
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        place.mkdir()
+    machines = [torchrun(*words, cwd=place, how=meet) for place in places]
+    ends = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], ends
+    assert not any(list(place.iterdir()) for place in places)
+    assert len(list((tmp_path / "corpora").glob("*/card.json"))) == 1
+    out, host = ends[0][0] + ends[1][0], socket.gethostname()
+    assert out.count("Corpus prepared") == out.count(f"2 processes train on {host}.") == 1
+    summary = json.loads((tmp_path / "runs/two/pretrain.json").read_text())
+    assert summary["hosts"] == [host, host] and summary["updates"] == updates(tmp_path / "runs/two")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
+def test_torchrun_restarts_a_run_and_it_goes_on_from_its_checkpoint(tmp_path, texts):
+    words = ["pretrain", "name=two", *small(texts), "train.max_updates=200", "impl.save_every=0.01"]
+    folder = tmp_path / "runs/two"
+    run = torchrun(*words, cwd=tmp_path, how=f"{ALONE} --max_restarts=1")
+    wait_for(lambda: checkpoints(folder / "checkpoints"))
+    os.kill(children(run.pid)[0], signal.SIGKILL)
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err
+    assert out.count("Going on at") == 1 and out.count("2 processes train on") == 2
+    assert (folder / "pretrain.json").exists() and updates(folder) == 200

@@ -41,7 +41,7 @@ from ..model.attention import check_attention
 from ..model.mlm import build_model, count_parameters, flops_per_token
 from ..options import BERT_READS, PRESETS, Arch, Data, Eval, Impl, Train
 from ..recipe import GROUPS, Recipe, check, parse_budget, preset
-from ..text.store import Corpus, store_folder
+from ..text.store import Corpus, dask_client, store_folder
 from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
 from ..train.device import MaybeCompiled, compile_ahead, machine_here, pick_device
 from ..train.device import pick_precision, process_settings
@@ -89,7 +89,8 @@ def open_corpus(
     "Build the corpus of a recipe, or find it built, and say which."
     data, path = recipe.data, Path(recipe.impl.path).expanduser()
     was_there = (store_folder(data, path) / 'card.json').exists()
-    corpus = Corpus.build(data, path, progress)
+    with dask_client('' if was_there else recipe.impl.dask):
+        corpus = Corpus.build(data, path, progress)
     _end_stage(progress)
     for line in corpus.notices:
         say(line)
@@ -190,7 +191,8 @@ class _Recorder:
         folder, i = run_folder(recipe), recipe.impl
         needs = ('loss', 'progress', 'elapsed', 'tokens', 'tokens_per_second')
         self.recipe, self.loop, self.progress = recipe, loop, progress
-        self.known = dict(first_heldout=first_heldout, processes=world.size, recipe=asdict(recipe))
+        self.known = dict(first_heldout=first_heldout, recipe=asdict(recipe))
+        self.known |= dict(processes=world.size, hosts=world.hosts)
         # cut back to the checkpoint
         self.log = Log(folder / 'metrics.jsonl', loop.state.update, needs, say)
         self.meter = _meter(recipe, loop, corpus, world, self.log.rows, say)
@@ -266,6 +268,11 @@ def _train(recipe, model, corpus, world, progress, say):
         if found:
             after = f'of the budget, after {loop.state.update} updates.'
             say(f"Going on at {loop.progress():.0%} {after}")
+        had, hosts = extra.get('processes', world.size), ', '.join(dict.fromkeys(world.hosts))
+        if had != world.size:
+            say(f"Processes: {had} before, now {world.size}. Sums are rounded in another order.")
+        if world.size > 1:
+            say(f"{world.size} processes train on {hosts}.")
         first = extra.get('first_heldout') or heldout_loss(loop.model, held, loop.precision)
         record = None
         if world.is_first:
@@ -321,6 +328,7 @@ def _finish(record, corpus, held):
         flops=_flops(record.recipe, corpus) * state.tokens,
         device=str(loop.device),
         device_name=name,
+        hosts=record.known['hosts'],
         torch=torch.__version__,
         way=asdict(way_of(loop)),
         **totals(rows),

@@ -24,7 +24,7 @@ from typing import Annotated
 
 from filelock import FileLock, Timeout
 from pydantic import Field
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from cramnb.core import (
     CramError,
@@ -97,6 +97,7 @@ class Summary(TypedDict):
     flops: float
     device: str
     device_name: str
+    hosts: NotRequired[list[str]]  # machine of each process
     torch: str
     way: dict[str, str | int | bool]  # a Way: number format, attention, size of a pass, …
     tflops: float | None
