@@ -100,6 +100,8 @@ MISTAKES = {
     "not the user's": lambda: Corpus.from_texts(TEXTS, "c", source="hub"),
     "no paths": lambda: Corpus.from_files(None, "c"),
     "no such file": lambda: Corpus.from_files("nowhere.txt", "c"),
+    "no judge": lambda: Corpus.from_texts(TEXTS, "c", judge="nowhere.txt"),
+    "a short judge": lambda: Corpus.from_texts(TEXTS, "c", judge=__file__),
     "no data": lambda: Corpus.build(None, "c"),
     "no corpus": lambda: Corpus.load("nowhere"),
     "load nothing": lambda: Corpus.load(None),
