@@ -88,6 +88,12 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(words, capsys, tmp_path, mon
     assert not [p for p in tmp_path.rglob("*") if p.is_file()], "a file was left behind"
 
 
+@pytest.mark.parametrize("key", ["data.files", "eval.files", "base_dir", "data.judge", "eval"])
+def test_a_long_value_is_not_quoted_whole(key, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(mistake(capsys, "eval", "data=files", f"{key}={'x' * 5000}")) < 800
+
+
 @pytest.mark.parametrize(
     "content, told",
     [

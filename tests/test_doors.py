@@ -69,6 +69,20 @@ def test_training_asks_nothing_of_the_gradients_outside(mode, made, tmp_path):
         fit(made[0], tmp_path / "b")
 
 
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_the_default_device_of_the_program_changes_nothing(device, made, tmp_path):
+    model, before = build_model(ARCH, made[0]), torch.random.get_rng_state()
+    torch.set_default_device(device)
+    try:
+        how = dict(impl=IMPL, progress=silent, say=silent)
+        summary = Trainer(model, made[0], TRAIN, folder=tmp_path / "a", **how).fit().summary
+    finally:
+        torch.set_default_device(None)
+    assert summary["updates"] == 2 and torch.equal(before, torch.random.get_rng_state())
+    with pytest.raises(CramError, match="device meta"):
+        Trainer(build_model(ARCH, made[0]).to("meta"), made[0], TRAIN, folder=tmp_path / "b")
+
+
 def test_a_budget_of_less_than_one_update_is_said(made, tmp_path):
     told, long = [], replace(TRAIN, progress="time", batch_size=512)
     how = dict(budget="0.001s", folder=tmp_path / "a", impl=IMPL, progress=silent)
@@ -87,6 +101,17 @@ def test_a_finished_run_is_not_handed_out_for_other_text(tmp_path):
         fit(corpus, tmp_path / "a")
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(made, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for call in (
+        lambda: fit(made[0], tmp_path / "loop" / "a"),
+        lambda: evaluate(made[1].folder, EXAM, folder=tmp_path / "loop", progress=silent),
+        lambda: Corpus.from_texts(TEXTS, tmp_path / "loop", **OPTIONS),
+    ):
+        with pytest.raises(CramError, match="cannot be made"):
+            call()
+
+
 MISTAKES = {
     "no texts": lambda: Corpus.from_texts(None, "c"),
     "a number": lambda: Corpus.from_texts(5, "c"),
@@ -102,6 +127,9 @@ MISTAKES = {
     "no such file": lambda: Corpus.from_files("nowhere.txt", "c"),
     "no judge": lambda: Corpus.from_texts(TEXTS, "c", judge="nowhere.txt"),
     "a short judge": lambda: Corpus.from_texts(TEXTS, "c", judge=__file__),
+    "a whole disk": lambda: Corpus.from_hub("/", folder="c"),
+    "a whole home": lambda: Corpus.from_hub("~", folder="c"),
+    "files of a disk": lambda: Corpus.from_files("/", "c"),
     "no data": lambda: Corpus.build(None, "c"),
     "no corpus": lambda: Corpus.load("nowhere"),
     "load nothing": lambda: Corpus.load(None),

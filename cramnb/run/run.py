@@ -30,8 +30,8 @@ from filelock import FileLock
 from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from ..core import CramError, Stopped, fingerprint, folder_of, load_pretrained, nearest, quiet
-from ..core import read_json, remove, say, whole, write_json, write_text
+from ..core import CramError, Stopped, fingerprint, folder_of, load_pretrained, make_dir
+from ..core import nearest, quiet, read_json, remove, say, whole, write_json, write_text
 from ..judge.finetune import Trial, load_tokenizer
 from ..judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
 from ..judge.score import within_rules
@@ -466,8 +466,10 @@ def _recipe_of(model, corpus, train, budget, folder, seed, impl):
     if model.config.vocab_size != corpus.vocab_size:
         sizes = f"{model.config.vocab_size:,} words, the corpus {corpus.vocab_size:,}"
         raise CramError(f"The model has {sizes}: build it with `build_model(arch, corpus)`.")
-    if any(p.is_inference() for p in model.parameters()):
-        raise CramError("The model was built under torch.inference_mode: build it outside of it.")
+    for p in model.parameters():
+        if p.is_inference() or p.is_meta:
+            where = "on the device meta" if p.is_meta else "under torch.inference_mode"
+            raise CramError(f"The model was built {where}: build it outside of it.")
     impl = replace(_part('impl', impl), path=str(corpus.place.parent))
     parts = dict(arch=arch, data=data, train=_part('train', train), impl=impl)
     parts |= dict(eval=preset('eval', 'local'), budget=parse_budget(budget), seed=seed)
@@ -743,7 +745,7 @@ def evaluate(
                 trials = evaluate_checkpoint(checkpoint.where, exams, ev, Path(scratch), *options)
             _end_stage(progress)
             return Scores(trials, ev)
-        where.mkdir(parents=True, exist_ok=True)
+        make_dir(where)
         try:
             with FileLock(where / '.lock'):  # a second process finds the answers of the first
                 trials = evaluate_checkpoint(checkpoint.where, exams, ev, where, *options)

@@ -336,6 +336,7 @@ def find_files(
     whole, found = os.path.expanduser(spec), []
     parts = [whole] if os.path.isfile(whole) else [s.strip() for s in str(spec).split(',')]
     for part in map(os.path.expanduser, filter(None, parts)):
+        _refuse_disk(part, option)
         hits = _hits(part)
         found += sorted(p for p in hits if _kind_of(p) or str(p) == part)
         if not hits:
@@ -347,6 +348,14 @@ def find_files(
         what = f"data.{option}={str(spec)[:200] or '(empty)'} names no text"
         raise CramError(f"{what}: give {kinds}{', or set CRAMNB_DATA' * (option == 'files')}.")
     return found
+
+# %% ../../nbs/library/text/sources.ipynb #b0d10cd0
+def _refuse_disk(path, option):
+    "Raise CramError for a folder that nobody means: all of a disk, or of a home."
+    if os.path.isdir(path):
+        place, home = Path(path).resolve(), Path(os.path.expanduser('~')).resolve()
+        if place in (home, Path(place.anchor)):
+            raise CramError(f"data.{option}={path} is a whole disk or home: give a folder in it.")
 
 # %% ../../nbs/library/text/sources.ipynb #e0ab5601
 def _hits(part):
@@ -730,6 +739,8 @@ def _version(data):
 def _folder_files(data):
     "The files of a hub folder on this machine. Raises CramError for a folder that is not there."
     path = data.hub_path if 'hub_path' in READ_BY[data.source] else ''
+    if path:
+        _refuse_disk(os.path.expanduser(path), 'hub_path')
     if os.path.isdir(path):
         return sorted(p for p in Path(path).rglob('*') if p.is_file())
     if path.startswith(('/', '.', '~', 'hf://')):  # a name of the hub is OWNER/NAME

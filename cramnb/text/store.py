@@ -41,7 +41,7 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import TypedDict
 
 from ..core import CramError, Missing, Unfinished, fingerprint, folder_of, load_pretrained
-from ..core import nearest, printable, read_json, record, remove, whole, write_array
+from ..core import make_dir, nearest, printable, read_json, record, remove, whole, write_array
 from ..core import write_json, write_text
 from ..options import READ_BY, Data
 from .clean import SecondLook, as_bytes, dropped_spans, is_trash, repeated_bytes, without
@@ -794,7 +794,7 @@ class Corpus:
     ) -> 'Corpus':
         "Build a corpus of texts, or find it built. Raises CramError for what is no text."
         folder, data = folder_of(folder), _options(options, source='files', files='')
-        folder.mkdir(parents=True, exist_ok=True)
+        make_dir(folder)
         try:
             with tempfile.TemporaryDirectory(prefix='texts-', dir=folder) as scratch:
                 file = Path(scratch, 'texts.jsonl')
