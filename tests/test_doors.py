@@ -9,6 +9,7 @@ import torch
 import toy
 
 from cramnb import Corpus, Trainer, build_model, evaluate, load
+from cramnb.cli import main
 from cramnb.core import CramError
 from cramnb.recipe import preset
 from cramnb.text.sources import docstrings
@@ -55,6 +56,20 @@ def test_texts_are_one_corpus_however_often_they_are_given(made, monkeypatch):
     again = Corpus.from_texts(iter(TEXTS), "corpora", **OPTIONS)
     assert again.place == corpus.place and again.card["data"] == corpus.card["data"]
     assert fit(again, done.folder).summary == done.summary
+
+
+def test_a_run_finds_its_corpus_when_the_text_is_gone(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "texts.txt"
+    file.write_text("\n\n".join(TEXTS))
+    corpus = Corpus.from_files(file, tmp_path / "corpora", **OPTIONS)
+    done = fit(corpus, tmp_path / "runs" / "a")
+    file.unlink()
+    assert list(evaluate(done.folder, EXAM, impl=IMPL, progress=silent)) == ["order"]
+    words = [f"base_dir={tmp_path}/runs", "impl.device=cpu", "eval.tasks=order", "eval.epochs=1"]
+    assert main(["eval", "name=a", *words]) == 0 and "| order |" in capsys.readouterr().out
+    shutil.rmtree(corpus.folder)
+    with pytest.raises(CramError, match="texts.txt.*Corpus.load"):
+        evaluate(done.folder, EXAM, impl=IMPL, progress=silent)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
