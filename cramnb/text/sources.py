@@ -674,11 +674,10 @@ def documents(
     streams = {name: join_rows(_SOURCES[p.source](p, report), p.join_rows) for name, _, p in parts}
     streams = {name: _tidied(texts, data, report) for name, texts in streams.items()}
     turns = _interleave(streams, {name: weight for name, weight, _ in parts})
-    judge = set(apart if data.judge else ())
-    for text, heldout in hold_out(_limited(turns, data, report), 0 if apart else data.heldout):
-        if text in judge:
-            report.note('copies_of_the_judge', example=text)
-            continue
+    texts = _limited(turns, data, report)
+    if data.judge:
+        texts = _unjudged(texts, apart, report)
+    for text, heldout in hold_out(texts, 0 if apart else data.heldout):
         if heldout and left <= 0 and text in copies:
             report.note('heldout_unused')
             continue
@@ -705,6 +704,18 @@ def _held_apart(parts, data, report, limit):
         few = f"data.judge={data.judge[:200]} holds {size:,} characters"
         raise CramError(f"{few}: give at least {LEAST:,}.")
     return texts
+
+# %% ../../nbs/library/text/sources.ipynb #44bfd7c2
+def _unjudged(texts, judge, report):
+    "Texts without those of the judge, and without its lines of 40 characters or more."
+    lines = {line.strip() for text in judge for line in text.split('\n')}
+    lines, judge = {line for line in lines if len(line) >= 40}, set(judge)
+    for text in texts:
+        kept = '\n'.join(line for line in text.split('\n') if line.strip() not in lines)
+        kept = '' if text in judge else kept
+        report.note('characters_of_the_judge', len(text) - len(kept), text)
+        if kept.strip():
+            yield kept
 
 # %% ../../nbs/library/text/sources.ipynb #f1ff651d
 def _limited(pairs, data, report):

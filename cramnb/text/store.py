@@ -631,8 +631,8 @@ def _finish(data, build, counts):
     cause, notices = f"the text is too small for data.vocab_size={data.vocab_size:,}", []
     if size < data.vocab_size:
         notices.append(f"The vocabulary has {size:,} entries: {cause}.")
-    if copies := counts.get('reading', {}).get('counts', {}).get('copies_of_the_judge'):
-        notices.append(f"Documents left out because they stand in data.judge, too: {copies:,}.")
+    if copies := counts.get('reading', {}).get('counts', {}).get('characters_of_the_judge'):
+        notices.append(f"Characters left out because they stand in data.judge, too: {copies:,}.")
     shown = rows[np.linspace(0, len(rows) - 1, 3).astype(int)]
     card = dict(
         data=asdict(data),
