@@ -2,8 +2,10 @@
 
 A job is a line such as {"arm": "modern", "seed": 0, "minutes": 3, "words": ["arch=tiny", …]}.
 The budget counts processor time of one thread, inside updates only, so that other jobs on the
-machine take nothing from a recipe. Several of these commands may share one file of jobs: each
-job is done once, and a job added to the file while they run is done as well.
+machine take nothing from a recipe. Recipes that filter text need one judge that no filter touches
+(`data.judge=FILE` among their words) and `per_character`, because their tokens differ.
+Several of these commands may share one file of jobs: each job is done once, and a job added to
+the file while they run is done as well.
 """
 
 import hashlib
@@ -18,33 +20,13 @@ import numpy as np
 import torch
 
 from cramnb.train.device import keep_memory
-from cramnb.text.packing import pack
 from cramnb.recipe import compose
 from cramnb.run.run import make_loop, new_model
 from cramnb.text.store import Corpus
-from cramnb.text.tokenizer import encode
 from cramnb.train.loop import heldout_batches, heldout_loss, spread_rows, unigram_entropy
 
 FASTEST = ["impl.precision=bfloat16", "impl.attn_implementation=eager", "impl.microbatch_size=32"]
 MARKS = [0.02, 0.05, *(n / 20 for n in range(2, 6)), *(n / 10 for n in range(3, 10))]
-
-
-def corpus_of(recipe) -> Corpus:
-    return Corpus.build(recipe.data, recipe.impl.path)
-
-
-def judged_by(job: dict, recipe, corpus: Corpus) -> tuple[Corpus, int]:
-    """The corpus with the held-out text of the recipe in `judge`, and how many characters it has.
-
-    A filter works on held-out text as well, so recipes of text need one judge for all of them.
-    """
-    if "judge" not in job:
-        return corpus, sum(map(len, corpus.heldout_documents()))
-    documents = corpus_of(compose(job["judge"])).heldout_documents()
-    cls_id = corpus.tokenizer.cls_token_id if recipe.data.include_cls else None
-    ids = [i[recipe.data.include_cls :] for i in encode(corpus.tokenizer, documents)]
-    rows = pack(ids, recipe.data.seq_length, cls_id)[0]
-    return replace(corpus, heldout=rows), sum(map(len, documents))
 
 
 def unseen_loss(trainer, corpus: Corpus) -> float | None:
@@ -61,7 +43,8 @@ def unseen_loss(trainer, corpus: Corpus) -> float | None:
 def learn(job: dict, folder: Path) -> dict:
     words = FASTEST + [f"seed={job['seed']}", f"budget={job['minutes']}m"] + job["words"]
     recipe = compose(words)
-    corpus, characters = judged_by(job, recipe, corpus_of(recipe))
+    corpus = Corpus.build(recipe.data, recipe.impl.path)
+    characters = sum(map(len, corpus.heldout_documents()))
     trainer = make_loop(recipe, new_model(recipe, corpus), corpus)
     trainer.clock = time.process_time
     held = heldout_batches(corpus, recipe.train)

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
 
 from .core import CramError, LostRank, Stopped, nearest, on_signal, out_of_memory
-from .core import printable, say
+from .core import printable, say, shortened
 from .options import PRESETS
 from .recipe import GROUPS, Recipe, compose, leaves, tiny, parse_budget, split_word
 from .run.runs import free_name, latest_run, list_runs, run_folder, runs_table
@@ -457,7 +457,7 @@ def _reason(error):
         remedy = 'give a smaller impl.microbatch_size, a smaller model, or less text at once'
         return f'Out of memory: {remedy}; what was finished is kept. ({first})'
     if isinstance(error, OSError) and error.filename is not None:
-        return f'{error.filename}: {error.strerror}.'
+        return shortened(f'{error.filename}: {error.strerror}.')
     return ' '.join(str(error).split('\n'))
 
 # %% ../nbs/library/cli.ipynb #a45487bc

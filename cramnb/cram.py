@@ -23,8 +23,9 @@ from .model.mlm import flops_per_token
 from .options import Impl
 from .recipe import Recipe
 from .run.report import pretrain_table, write_report
-from .run.run import Checkpoint, Corpus, Trainer, check_run, dry_run, evaluate, load_exams
-from .run.run import open_corpus, open_together, resolve_checkpoint, silent, wants_local
+from .run.run import Checkpoint, Corpus, Trainer, check_run, corpus_of, dry_run, evaluate
+from .run.run import load_exams, open_corpus, open_together, resolve_checkpoint, silent
+from .run.run import wants_local
 from .run.runs import finished, read_recipe, run_folder
 from .run.plan import Plan, describe, expected_loss, plan_here, show_hours
 from .text.store import store_folder
@@ -172,12 +173,13 @@ def adopt(
 # %% ../nbs/library/cram.ipynb #3f5276a3
 def text_of(
     recipe: Recipe,  # of `adopt`
+    run: Path | None,  # folder of the run that trained the weights
     progress: Callable = silent,  # progress(stage, done, total)
     say: Callable = silent,  # told what a person should know
 ) -> Corpus | None:
     "The corpus where tasks are made of it, or where it lies ready for the report."
     if wants_local(recipe.eval):
-        return open_corpus(recipe, progress, say)
+        return corpus_of(run, recipe, progress, say)
     with suppress(FileNotFoundError):  # the source has gone; then the report keeps its card
         there = store_folder(recipe.data, Path(recipe.impl.path).expanduser()) / 'card.json'
         return open_corpus(recipe, progress, say) if there.exists() else None
@@ -216,7 +218,7 @@ def eval_verb(
     _check_tasks(recipe)
     checkpoint = resolve_checkpoint(run_folder(recipe), recipe.eval.checkpoint)
     recipe = adopt(recipe, checkpoint.run)
-    ev, corpus = recipe.eval, text_of(recipe, progress, say)
+    ev, corpus = recipe.eval, text_of(recipe, checkpoint.run, progress, say)
     if not recipe.dryrun:
         say_exams(recipe, load_exams(ev, corpus, recipe.seed), checkpoint, say)
     how = dict(seed=recipe.seed, impl=recipe.impl, folder=run_folder(recipe), dry=recipe.dryrun)

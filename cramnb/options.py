@@ -146,11 +146,11 @@ def check_arch(
 # %% ../nbs/library/options.ipynb #5eadby01
 _HUB = ('hub_path', 'hub_name', 'hub_split', 'hub_revision')
 READ_BY = dict(  # kind of source -> the options that it reads, besides those that all kinds do
-    docstrings=(),
-    files=('files', 'heldout_files', 'text_key'),
-    hub=(*_HUB, 'text_key'),
+    docstrings=('judge',),
+    files=('files', 'heldout_files', 'text_key', 'judge'),
+    hub=(*_HUB, 'text_key', 'judge'),
     random=(),
-    mix=('mix', 'files', 'heldout_files', 'text_key'),
+    mix=('mix', 'files', 'heldout_files', 'text_key', 'judge'),
     tokens=_HUB,
 )
 
@@ -176,6 +176,7 @@ class Data:
     max_documents: int = option(0, 'stop after so many documents (0: all)', le=10**12)
     max_megabytes: float = option(0.0, 'stop after so much text, in UTF-8 (0: all)', le=1e9)
     heldout: Share = option(0.02, 'share of documents kept apart for evaluation', ge=0.0001)
+    judge: str = option('', 'file or folder of held-out text that no filter touches, not a share')
     lowercase: bool = option(True, 'fold case')
     strip_accents: bool = option(True, 'café becomes cafe')
     fold_punctuation: bool = option(

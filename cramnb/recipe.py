@@ -283,6 +283,8 @@ def _text(recipe):
     if arch.model_type == 'bert' and chunk:
         need = "needs arch.model_type=crammed_bert: transformers' BERT holds all logits"
         yield f"impl.loss_chunk_size={chunk} {need}."
+    if data.judge and data.heldout_files:
+        yield "data.judge and data.heldout_files both name held-out text: give one of them."
     for source, names in READ_BY.items():
         for name in [n for n in names if n not in READ_BY[data.source]]:
             if (value := getattr(data, name)) != getattr(Data(), name):

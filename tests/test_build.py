@@ -21,9 +21,9 @@ import cramnb.core as core
 import cramnb.text.store as store
 from cramnb.core import CramError, DiskFull
 from cramnb.options import Data
-from cramnb.text.sources import read_file
+from cramnb.text.sources import documents, read_file
 from cramnb.text.store import FORMAT, Corpus, Shards, clean_stage, disk_needed, each_shard
-from cramnb.text.store import number_words, read_stage, spread, store_folder, word_ids
+from cramnb.text.store import number_words, read_stage, spread, store_folder, store_key, word_ids
 from cramnb.text.tokenizer import SPECIAL_TOKENS, count_words, encode, train_tokenizer
 from tokenizers import Tokenizer, models, trainers
 
@@ -110,6 +110,44 @@ def test_a_small_text_gets_a_small_vocabulary(texts, tmp_path):
     assert len(c.heldout) > 0 and c.rows[:].max() < c.vocab_size == len(c.token_counts)
     with pytest.raises(CramError, match="vocab_size=20"):
         Corpus.build(small(few, vocab_size=20), tmp_path / "corpora")
+
+
+def test_a_judge_is_the_same_text_whatever_the_filters(texts, tmp_path):
+    "And none of it is trained on, although it lies among the files and repeats some of them."
+    lines = list(read_file(texts))
+    rough = ["!?" * 200, "once more " * 300, *lines[:90], *lines[:9]]
+    for name, part in (("judge", rough), ("mine", lines)):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        write_lines(tmp_path / f"texts/{name}.jsonl", part)
+    data = small(tmp_path / "texts", judge=str(tmp_path / "texts/judge.jsonl"))
+    strict = dict(trash_cutoff=0.2, near_duplicates=0.5, deduplication_threshold=20)
+    made = []
+    for filters in (dict(deduplicate=False, trash_cutoff=0.0), strict):
+        made.append(Corpus.build(replace(data, **filters), tmp_path / "corpora"))
+        counts = made[-1].card["counts"]
+        assert counts["reading"]["counts"]["characters_of_the_judge"] >= sum(map(len, lines[:90]))
+        assert made[-1].heldout_documents() == rough and "judge" in made[-1].notices[-1]
+    words = len(" ".join(rough).split())
+    assert min(len(c.heldout) for c in made) >= words // 64
+    long = [line.strip() for line in "\n".join(rough).split("\n") if len(line.strip()) >= 40]
+    read = [text for text, heldout in documents(data) if not heldout]
+    assert len(read) > 1000 and not any(line in text.split("\n") for line in long for text in read)
+
+
+def test_a_judge_is_a_part_of_the_name_by_its_content(texts, tmp_path):
+    judge, copy = tmp_path / "judge.jsonl", tmp_path / "copy.jsonl"
+    for path in (judge, copy):
+        path.write_bytes(texts.read_bytes())
+    names = [
+        store_key(replace(data, judge=str(path)))
+        for data in (small(texts), Data(), Data(source="mix", mix="docstrings:1"))
+        for path in (judge, copy)
+    ]
+    assert names[::2] == names[1::2] and len(set(names)) == 3
+    data = small(texts, judge=str(judge))
+    assert store_key(data) == store_key(replace(data, heldout=0.3)) != store_key(small(texts))
+    judge.write_text(judge.read_text().replace("return", "yields"))
+    assert store_key(data) != names[0]
 
 
 def test_one_text_file_of_ones_own_is_enough(texts, tmp_path):

@@ -59,6 +59,9 @@ MISTAKES = {  # command: what the line must hold, the nearest name among it
     "pretrain eval.trials=0": "eval.trials=0 1",
     "pretrain data=files": "data.files CRAMNB_DATA",
     "pretrain data=files data.files=nowhere": "data.files=nowhere",
+    "pretrain data.judge=nowhere": "data.judge=nowhere",
+    "pretrain data=sanity-check-1 data.judge=a": "data.judge=a data.source=random",
+    "pretrain data=files data.files=. data.judge=a data.heldout_files=b": "judge heldout_files",
     "pretrain impl.device=cuda": "impl.device=cuda CUDA",
     "pretrain impl.attn_implementation=flash_attention_2": "flash_attention_2 sdpa",
     "pretrain impl.memory=much": "impl.memory=much 8GB",
@@ -83,6 +86,12 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(words, capsys, tmp_path, mon
     line = mistake(capsys, *words.split())
     assert all(part in line for part in MISTAKES[words].split()), line
     assert not [p for p in tmp_path.rglob("*") if p.is_file()], "a file was left behind"
+
+
+@pytest.mark.parametrize("key", ["data.files", "eval.files", "base_dir", "data.judge", "eval"])
+def test_a_long_value_is_not_quoted_whole(key, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(mistake(capsys, "eval", "data=files", f"{key}={'x' * 5000}")) < 800
 
 
 @pytest.mark.parametrize(

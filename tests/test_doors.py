@@ -9,6 +9,7 @@ import torch
 import toy
 
 from cramnb import Corpus, Trainer, build_model, evaluate, load
+from cramnb.cli import main
 from cramnb.core import CramError
 from cramnb.recipe import preset
 from cramnb.text.sources import docstrings
@@ -57,6 +58,20 @@ def test_texts_are_one_corpus_however_often_they_are_given(made, monkeypatch):
     assert fit(again, done.folder).summary == done.summary
 
 
+def test_a_run_finds_its_corpus_when_the_text_is_gone(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "texts.txt"
+    file.write_text("\n\n".join(TEXTS))
+    corpus = Corpus.from_files(file, tmp_path / "corpora", **OPTIONS)
+    done = fit(corpus, tmp_path / "runs" / "a")
+    file.unlink()
+    assert list(evaluate(done.folder, EXAM, impl=IMPL, progress=silent)) == ["order"]
+    words = [f"base_dir={tmp_path}/runs", "impl.device=cpu", "eval.tasks=order", "eval.epochs=1"]
+    assert main(["eval", "name=a", *words]) == 0 and "| order |" in capsys.readouterr().out
+    shutil.rmtree(corpus.folder)
+    with pytest.raises(CramError, match="texts.txt.*Corpus.load"):
+        evaluate(done.folder, EXAM, impl=IMPL, progress=silent)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_training_asks_nothing_of_the_gradients_outside(mode, made, tmp_path):
     model = build_model(ARCH, made[0])
@@ -67,6 +82,20 @@ def test_training_asks_nothing_of_the_gradients_outside(mode, made, tmp_path):
     assert not torch.equal(before, model.get_input_embeddings().weight)
     with torch.inference_mode(), pytest.raises(CramError, match="inference_mode"):
         fit(made[0], tmp_path / "b")
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_the_default_device_of_the_program_changes_nothing(device, made, tmp_path):
+    model, before = build_model(ARCH, made[0]), torch.random.get_rng_state()
+    torch.set_default_device(device)
+    try:
+        how = dict(impl=IMPL, progress=silent, say=silent)
+        summary = Trainer(model, made[0], TRAIN, folder=tmp_path / "a", **how).fit().summary
+    finally:
+        torch.set_default_device(None)
+    assert summary["updates"] == 2 and torch.equal(before, torch.random.get_rng_state())
+    with pytest.raises(CramError, match="device meta"):
+        Trainer(build_model(ARCH, made[0]).to("meta"), made[0], TRAIN, folder=tmp_path / "b")
 
 
 def test_a_budget_of_less_than_one_update_is_said(made, tmp_path):
@@ -87,6 +116,17 @@ def test_a_finished_run_is_not_handed_out_for_other_text(tmp_path):
         fit(corpus, tmp_path / "a")
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(made, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for call in (
+        lambda: fit(made[0], tmp_path / "loop" / "a"),
+        lambda: evaluate(made[1].folder, EXAM, folder=tmp_path / "loop", progress=silent),
+        lambda: Corpus.from_texts(TEXTS, tmp_path / "loop", **OPTIONS),
+    ):
+        with pytest.raises(CramError, match="cannot be made"):
+            call()
+
+
 MISTAKES = {
     "no texts": lambda: Corpus.from_texts(None, "c"),
     "a number": lambda: Corpus.from_texts(5, "c"),
@@ -100,6 +140,11 @@ MISTAKES = {
     "not the user's": lambda: Corpus.from_texts(TEXTS, "c", source="hub"),
     "no paths": lambda: Corpus.from_files(None, "c"),
     "no such file": lambda: Corpus.from_files("nowhere.txt", "c"),
+    "no judge": lambda: Corpus.from_texts(TEXTS, "c", judge="nowhere.txt"),
+    "a short judge": lambda: Corpus.from_texts(TEXTS, "c", judge=__file__),
+    "a whole disk": lambda: Corpus.from_hub("/", folder="c"),
+    "a whole home": lambda: Corpus.from_hub("~", folder="c"),
+    "files of a disk": lambda: Corpus.from_files("/", "c"),
     "no data": lambda: Corpus.build(None, "c"),
     "no corpus": lambda: Corpus.load("nowhere"),
     "load nothing": lambda: Corpus.load(None),

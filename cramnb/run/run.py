@@ -12,7 +12,7 @@ Docs: https://cramnb.github.io/cramnb/library/run/run.html.md"""
 # %% auto #0
 __all__ = ['silent', 'check_run', 'open_corpus', 'open_together', 'new_model', 'make_loop', 'measure', 'Checkpoint',
            'resolve_checkpoint', 'load', 'arch_of', 'Trainer', 'Trained', 'dry_run', 'wants_local', 'load_exams',
-           'Scores', 'evaluate', 'plot_scores']
+           'corpus_of', 'Scores', 'evaluate', 'plot_scores']
 
 # %% ../../nbs/library/run/run.ipynb #f733f0e6
 import io
@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -30,8 +30,8 @@ from filelock import FileLock
 from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from ..core import CramError, Stopped, fingerprint, folder_of, load_pretrained, nearest, quiet
-from ..core import read_json, remove, say, whole, write_json, write_text
+from ..core import CramError, Stopped, fingerprint, folder_of, load_pretrained, make_dir
+from ..core import nearest, quiet, read_json, remove, say, whole, write_json, write_text
 from ..judge.finetune import Trial, load_tokenizer
 from ..judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
 from ..judge.score import within_rules
@@ -41,7 +41,7 @@ from ..model.attention import check_attention
 from ..model.mlm import build_model, count_parameters, flops_per_token
 from ..options import BERT_READS, PRESETS, Arch, Data, Eval, Impl, Train
 from ..recipe import GROUPS, Recipe, check, parse_budget, preset
-from ..text.store import Corpus, dask_client, store_folder
+from ..text.store import Corpus, CorpusCard, dask_client, store_folder
 from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
 from ..train.device import MaybeCompiled, compile_ahead, machine_here, pick_device
 from ..train.device import pick_precision, process_settings
@@ -474,8 +474,10 @@ def _recipe_of(model, corpus, train, budget, folder, seed, impl):
     if model.config.vocab_size != corpus.vocab_size:
         sizes = f"{model.config.vocab_size:,} words, the corpus {corpus.vocab_size:,}"
         raise CramError(f"The model has {sizes}: build it with `build_model(arch, corpus)`.")
-    if any(p.is_inference() for p in model.parameters()):
-        raise CramError("The model was built under torch.inference_mode: build it outside of it.")
+    for p in model.parameters():
+        if p.is_inference() or p.is_meta:
+            where = "on the device meta" if p.is_meta else "under torch.inference_mode"
+            raise CramError(f"The model was built {where}: build it outside of it.")
     impl = replace(_part('impl', impl), path=str(corpus.place.parent))
     parts = dict(arch=arch, data=data, train=_part('train', train), impl=impl)
     parts |= dict(eval=preset('eval', 'local'), budget=parse_budget(budget), seed=seed)
@@ -627,13 +629,34 @@ def _protocol_key(
     form = 2  # raised when the same protocol would give other trials than before
     return fingerprint(asdict(replace(ev, **same)), weights, untrained, str(precision), form)
 
-# %% ../../nbs/library/run/run.ipynb #10db0d1f
+# %% ../../nbs/library/run/run.ipynb #692932d0
 def _summary_of(checkpoint):
     "What the run of these weights wrote at its end; empty where there is none."
     path = (checkpoint.run or Path()) / 'pretrain.json'
     return read_json(path, Summary) if checkpoint.run and path.exists() else {}
 
 
+def corpus_of(
+    run: Path | None,  # folder of a finished run
+    recipe: Recipe,  # its recipe; reads data and impl.path
+    progress: Callable = silent,  # of `open_corpus`
+    say: Callable = silent,  # of `open_corpus`
+) -> Corpus:
+    "The corpus of a run; where its text is gone, the prepared one that is still there."
+    try:
+        return open_corpus(recipe, progress, say)
+    except CramError as e:
+        name = run and _summary_of(Checkpoint(run, run)).get('corpus')
+        if not name:
+            raise
+        for card in Path(recipe.impl.path).expanduser().glob('*/card.json'):
+            with suppress(CramError):
+                if read_json(card, CorpusCard)['fingerprint'] == name:
+                    return Corpus.load(card.parent)
+        more = f"And its prepared corpus is not in impl.path={recipe.impl.path}"
+        raise CramError(f"{e} {more}: give corpus=Corpus.load(FOLDER).") from None
+
+# %% ../../nbs/library/run/run.ipynb #10db0d1f
 def _check_text(checkpoint, corpus, ev):
     "Is the held-out text that of the weights? Tasks made of other text may have been seen."
     if checkpoint.run is None or checkpoint.untrained or not wants_local(ev):
@@ -733,7 +756,7 @@ def evaluate(
     if not isinstance(model, Checkpoint):
         checkpoint = resolve_checkpoint(model, ev.checkpoint)
     if corpus is None and checkpoint.run and wants_local(ev):
-        corpus = open_corpus(read_recipe(checkpoint.run), progress)
+        corpus = corpus_of(checkpoint.run, read_recipe(checkpoint.run), progress)
     exams, device = load_exams(ev, corpus, seed), pick_device(impl)
     _check_text(checkpoint, corpus, ev)
     precision, attention = _way(impl, checkpoint, device)
@@ -751,7 +774,7 @@ def evaluate(
                 trials = evaluate_checkpoint(checkpoint.where, exams, ev, Path(scratch), *options)
             _end_stage(progress)
             return Scores(trials, ev)
-        where.mkdir(parents=True, exist_ok=True)
+        make_dir(where)
         try:
             with FileLock(where / '.lock'):  # a second process finds the answers of the first
                 trials = evaluate_checkpoint(checkpoint.where, exams, ev, where, *options)

@@ -28,6 +28,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from cramnb.core import (
     CramError,
+    make_dir,
     printable,
     read_json,
     write_json,
@@ -196,7 +197,7 @@ def make_folder(recipe: Recipe) -> Path:  # its folder, with recipe.json in it
 # %% ../../nbs/library/run/runs.ipynb #730fa9bd
 def _lock_path(folder: Path) -> Path:  # beside it
     "The lock that a process at work in a run holds."
-    folder = folder.resolve()  # one folder may have two names
+    folder = Path(os.path.realpath(folder))  # one folder may have two names
     return folder.with_name(f'.{folder.name}.lock')
 
 # %% ../../nbs/library/run/runs.ipynb #8c6d3df0
@@ -204,7 +205,7 @@ def _lock_path(folder: Path) -> Path:  # beside it
 def lock_run(folder: Path):
     "Keep a second process out of a run. Raises CramError."
     path = _lock_path(folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_dir(path.parent)
     lock = FileLock(str(path))
     try:
         lock.acquire(timeout=0.5)  # `cramnb runs` may be asking just now

@@ -330,22 +330,32 @@ def first_line(
 # %% ../../nbs/library/text/sources.ipynb #c3aa390f
 def find_files(
     spec: str | Path,  # file, folder or glob; several separated by commas
+    option: str = 'files',  # of `Data`, for the messages
 ) -> list[Path]:  # sorted, folders searched to the bottom
     "Find the files a user named. Raises Missing, or another CramError."
     whole, found = os.path.expanduser(spec), []
     parts = [whole] if os.path.isfile(whole) else [s.strip() for s in str(spec).split(',')]
     for part in map(os.path.expanduser, filter(None, parts)):
+        _refuse_disk(part, option)
         hits = _hits(part)
         found += sorted(p for p in hits if _kind_of(p) or str(p) == part)
         if not hits:
             why = "there is no such file, and no folder or pattern with files in it"
             beside = nearest(part, glob.glob(os.path.join(os.path.dirname(part), '*')))
-            raise Missing(f"data.files={part[:200]}: {why}.{beside}")
+            raise Missing(f"data.{option}={part[:200]}: {why}.{beside}")
     if not found:
         kinds = f"files or folders of {', '.join(READERS)} (also .gz and .zst)"
-        what = f"data.files={str(spec) or '(empty)'} names no text"
-        raise CramError(f"{what}: give {kinds}, or set CRAMNB_DATA.")
+        what = f"data.{option}={str(spec)[:200] or '(empty)'} names no text"
+        raise CramError(f"{what}: give {kinds}{', or set CRAMNB_DATA' * (option == 'files')}.")
     return found
+
+# %% ../../nbs/library/text/sources.ipynb #b0d10cd0
+def _refuse_disk(path, option):
+    "Raise CramError for a folder that nobody means: all of a disk, or of a home."
+    if os.path.isdir(path):
+        place, home = Path(path).resolve(), Path(os.path.expanduser('~')).resolve()
+        if place in (home, Path(place.anchor)):
+            raise CramError(f"data.{option}={path} is a whole disk or home: give a folder in it.")
 
 # %% ../../nbs/library/text/sources.ipynb #e0ab5601
 def _hits(part):
@@ -504,11 +514,16 @@ def _check_rows(table, data):
 # %% ../../nbs/library/text/sources.ipynb #5f7ad031
 def split_files(data: Data) -> tuple[list[Path], list[Path]]:  # to train on, held out
     "The files of a source, those held out by option or by an explicit layout apart."
-    if not data.heldout_files:
+    if not (data.judge or data.heldout_files):
         return choose_files(find_files(data.files))
-    heldout = find_files(data.heldout_files)
+    heldout = _judge_files(data) or find_files(data.heldout_files, 'heldout_files')
     apart = {p.resolve() for p in heldout}
     return [p for p in find_files(data.files) if p.resolve() not in apart], heldout
+
+# %% ../../nbs/library/text/sources.ipynb #a1d0e5c7
+def _judge_files(data):
+    "The files of `data.judge`: held out from any source, untouched by its filters."
+    return find_files(data.judge, 'judge') if data.judge else []
 
 # %% ../../nbs/library/text/sources.ipynb #896e4132
 def _read_files(paths, data, report):
@@ -653,13 +668,16 @@ def documents(
 ) -> Iterator[tuple[str, bool]]:  # (text, held out?)
     "Stream a source or a mix. Raises CramError or ConnectionError."
     report, parts, copies = report or Report(), mix_parts(data), set()
-    apart, left = _held_apart(parts, report, heldout_limit), heldout_limit
+    apart, left = _held_apart(parts, data, report, heldout_limit), heldout_limit
     yield from ((piece, True) for text in apart for piece in split_long(text))
     report.sources.update((name, dict(documents=0, characters=0, bytes=0)) for name, *_ in parts)
     streams = {name: join_rows(_SOURCES[p.source](p, report), p.join_rows) for name, _, p in parts}
     streams = {name: _tidied(texts, data, report) for name, texts in streams.items()}
     turns = _interleave(streams, {name: weight for name, weight, _ in parts})
-    for text, heldout in hold_out(_limited(turns, data, report), 0 if apart else data.heldout):
+    texts = _limited(turns, data, report)
+    if data.judge:
+        texts = _unjudged(texts, apart, report)
+    for text, heldout in hold_out(texts, 0 if apart else data.heldout):
         if heldout and left <= 0 and text in copies:
             report.note('heldout_unused')
             continue
@@ -670,19 +688,34 @@ def documents(
         yield from ((piece, heldout) for piece in split_long(text) if piece)
 
 # %% ../../nbs/library/text/sources.ipynb #d19e9ccf
-def _held_apart(parts, report, limit):
+def _held_apart(parts, data, report, limit):
     "Texts of the files that are held out explicitly, up to a limit of characters."
     texts, size = [], 0
-    for _, _, part in parts:
-        for path in split_files(part)[1] if part.source == 'files' else ():
-            report.note('files_held_out', example=path.name)
-            for text in _tidied(_read_files([path], part, report), part, report):
-                if size >= limit:
-                    report.note('heldout_unused', example=f'the rest of {path.name}')
-                    break
-                texts.append(text)
-                size += len(text)
+    files = [split_files(part)[1] for *_, part in parts if part.source == 'files']
+    for path in _judge_files(data) or itertools.chain(*files):
+        report.note('files_held_out', example=path.name)
+        for text in _tidied(_read_files([path], data, report), data, report):
+            if size >= limit:
+                report.note('heldout_unused', example=f'the rest of {path.name}')
+                break
+            texts.append(text)
+            size += len(text)
+    if data.judge and size < LEAST:
+        few = f"data.judge={data.judge[:200]} holds {size:,} characters"
+        raise CramError(f"{few}: give at least {LEAST:,}.")
     return texts
+
+# %% ../../nbs/library/text/sources.ipynb #44bfd7c2
+def _unjudged(texts, judge, report):
+    "Texts without those of the judge, and without its lines of 40 characters or more."
+    lines = {line.strip() for text in judge for line in text.split('\n')}
+    lines, judge = {line for line in lines if len(line) >= 40}, set(judge)
+    for text in texts:
+        kept = '\n'.join(line for line in text.split('\n') if line.strip() not in lines)
+        kept = '' if text in judge else kept
+        report.note('characters_of_the_judge', len(text) - len(kept), text)
+        if kept.strip():
+            yield kept
 
 # %% ../../nbs/library/text/sources.ipynb #f1ff651d
 def _limited(pairs, data, report):
@@ -700,7 +733,9 @@ def _limited(pairs, data, report):
 # %% ../../nbs/library/text/sources.ipynb #e7ca23c5
 def source_version(data: Data) -> str:  # 16 hex digits, which change with the text behind it
     "Name the text of a source by its content, not by path, time or version (issue 11, A1)."
-    return fingerprint([[name, _version(part)] for name, _, part in mix_parts(data)])
+    versions = [[name, _version(part)] for name, _, part in mix_parts(data)]
+    judge = [_content(p.resolve(), p.stat().st_mtime_ns) for p in _judge_files(data)]
+    return fingerprint([*versions, ['judge', judge]] if judge else versions)
 
 # %% ../../nbs/library/text/sources.ipynb #e35dafd5
 def _version(data):
@@ -708,13 +743,15 @@ def _version(data):
     read = READ_BY[data.source]
     groups = split_files(data) if 'files' in read else [_folder_files(data)]
     if not any(groups):
-        return [getattr(data, name) for name in read]
+        return [getattr(data, name) for name in read if name != 'judge']
     return [[(_kind_of(p), _content(p.resolve(), p.stat().st_mtime_ns)) for p in g] for g in groups]
 
 # %% ../../nbs/library/text/sources.ipynb #6b2da88b
 def _folder_files(data):
     "The files of a hub folder on this machine. Raises CramError for a folder that is not there."
     path = data.hub_path if 'hub_path' in READ_BY[data.source] else ''
+    if path:
+        _refuse_disk(os.path.expanduser(path), 'hub_path')
     if os.path.isdir(path):
         return sorted(p for p in Path(path).rglob('*') if p.is_file())
     if path.startswith(('/', '.', '~', 'hf://')):  # a name of the hub is OWNER/NAME

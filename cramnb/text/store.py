@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import TypedDict
 
 from ..core import CramError, Missing, Unfinished, fingerprint, folder_of, load_pretrained
-from ..core import nearest, printable, read_json, record, remove, whole, write_array
+from ..core import make_dir, nearest, printable, read_json, record, remove, whole, write_array
 from ..core import write_json, write_text
 from ..options import READ_BY, Data
 from .clean import SecondLook, as_bytes, dropped_spans, is_trash, repeated_bytes, without
@@ -462,15 +462,18 @@ def _count(rows, vocab_size):
 
 # %% ../../nbs/library/text/store.ipynb #8c451fc4
 def _heldout(data, folder, tokenizer):
-    "Held-out rows and texts: cleaned like the rest, or as read where cleaning leaves no row."
+    "Held-out rows and texts: cleaned like the rest, or as read: a judge, or if no row was left."
     cls_id = tokenizer.cls_token_id if data.include_cls else None
-    for texts in (_clean_heldout(data, folder), read_json(folder / 'held.json', list)):
+    held, cutoff = read_json(folder / 'held.json', list), 0 if data.judge else data.trash_cutoff
+    for texts in (held if data.judge else _clean_heldout(data, folder), held):
         ids = encode(tokenizer, texts)
-        trash = is_trash([len(i) for i in ids], [len(t) for t in texts], data.trash_cutoff)
+        trash = is_trash([len(i) for i in ids], [len(t) for t in texts], cutoff)
         kept = [i for i in range(len(texts)) if not trash[i]]
         rows, _ = pack([ids[i][data.include_cls :] for i in kept], data.seq_length, cls_id)
         if len(rows):
             break
+    if data.judge and not len(rows):
+        raise CramError(f"data.judge={data.judge[:200]}: its text fills no row of tokens.")
     return rows, [texts[i] for i in kept]
 
 # %% ../../nbs/library/text/store.ipynb #c5dc3807
@@ -599,7 +602,7 @@ FORMAT = 6  # raise when the same options would give other rows: a test keeps a 
 def _shaping(data):
     "Leave out what this source and these steps do not read; of files the content counts."
     unread = {name for names in READ_BY.values() for name in names} - set(READ_BY[data.source])
-    unread |= {'files', 'heldout_files'}
+    unread |= {'files', 'heldout_files', 'judge', *['heldout'] * bool(data.judge)}
     text = data.source not in ('tokens', 'random')
     if not text:
         unread |= {'lowercase', 'strip_accents', 'ascii_only', 'fold_punctuation', 'deduplicate'}
@@ -712,14 +715,18 @@ def _finish(data, build, counts):
     "Write the card, last of all."
     tokenizer = load_pretrained(PreTrainedTokenizerFast, build / 'tokenizer')
     rows, size = Rows(build / 'rows.arrow'), len(tokenizer)
-    cause = f"the text is too small for data.vocab_size={data.vocab_size:,}"
+    cause, notices = f"the text is too small for data.vocab_size={data.vocab_size:,}", []
+    if size < data.vocab_size:
+        notices.append(f"The vocabulary has {size:,} entries: {cause}.")
+    if copies := counts.get('reading', {}).get('counts', {}).get('characters_of_the_judge'):
+        notices.append(f"Characters left out because they stand in data.judge, too: {copies:,}.")
     shown = rows[np.linspace(0, len(rows) - 1, 3).astype(int)]
     card = dict(
         data=asdict(data),
         counts=counts,
         key=store_key(data),
         format=FORMAT,
-        notices=[f"The vocabulary has {size:,} entries: {cause}."] * (size < data.vocab_size),
+        notices=notices,
         vocab_size=size,
         fingerprint=_content_fingerprint(build, tokenizer),
         examples=[tokenizer.decode(row.tolist()) for row in shown],
@@ -794,6 +801,7 @@ def _options(given, **own):
     for name in given:
         if name not in known:
             raise CramError(f"A corpus has no option {name!r}.{nearest(name, known)}")
+    given = {k: str(v) if isinstance(v, Path) else v for k, v in given.items()}
     return Data(**given, **own)
 
 # %% ../../nbs/library/text/store.ipynb #4b4d3940
@@ -873,7 +881,7 @@ class Corpus:
     ) -> 'Corpus':
         "Build a corpus of texts, or find it built. Raises CramError for what is no text."
         folder, data = folder_of(folder), _options(options, source='files', files='')
-        folder.mkdir(parents=True, exist_ok=True)
+        make_dir(folder)
         try:
             with tempfile.TemporaryDirectory(prefix='texts-', dir=folder) as scratch:
                 file = Path(scratch, 'texts.jsonl')

@@ -18,7 +18,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -213,7 +213,7 @@ def process_settings(
         if device.type == 'cuda':
             torch.set_float32_matmul_precision('high')
             _limit_memory(parse_memory(impl.memory), device)
-        with keep_memory(device), torch.inference_mode(False), torch.enable_grad():
+        with keep_memory(device), torch.inference_mode(False), torch.enable_grad(), _on_cpu():
             yield
     finally:
         torch.set_num_threads(threads)
@@ -223,6 +223,14 @@ def process_settings(
         os.environ.update({} if workspace is None else {key: workspace})
         if device.type == 'cuda' and impl.memory:
             _limit_memory(math.inf, device)
+
+# %% ../../nbs/library/train/device.ipynb #5ca876a5
+def _on_cpu():
+    "New tensors lie on the processor where nobody names a device, as if no default had been set."
+    with suppress(RuntimeError, AssertionError):  # the default may be a device that is not there
+        if torch.get_default_device().type == 'cpu':
+            return nullcontext()  # each operation would pass through the other one
+    return torch.device('cpu')
 
 # %% ../../nbs/library/train/device.ipynb #379eca86
 def _limit_memory(size, device):
