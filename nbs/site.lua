@@ -43,7 +43,7 @@ function Meta(meta)
   local file = quarto.doc.input_file:gsub("\\", "/")
   local module = file:match("/library/([%w_/]+)%.")
   if module and meta.title then
-    local name = module:gsub("/", ".")
+    local name = "cramnb." .. module:gsub("/", ".")
     meta.title = pandoc.Inlines({ pandoc.Code(name), pandoc.Space() }) .. meta.title
     return meta
   end
