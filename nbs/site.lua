@@ -3,8 +3,8 @@
 
 local BOXES = {
   ["Before you run."] = "predict",
-  ["To remember."] = "remember",
-  ["Paper,"] = "paper",
+  ["Remember."] = "remember",
+  ["Paper"] = "paper",
 }
 
 local function opening(block)

@@ -166,9 +166,10 @@ def dead_links(site: Path, name: str, pages: dict[str, Page]) -> list[str]:
 
 
 def main(site: Path, only: list[str]) -> int:
-    paths = [p for p in sorted(site.rglob("*.html")) if "site_libs" not in p.parts]
+    away = {"site_libs", "404.html"}  # the addresses of 404.html begin with the site's own folder
+    paths = [p for p in sorted(site.rglob("*.html")) if not away & set(p.parts)]
     pages = {p.relative_to(site).as_posix(): Page(p) for p in paths}
-    SimpleHTTPRequestHandler.log_message = lambda *words: None
+    SimpleHTTPRequestHandler.log_message = ThreadingHTTPServer.handle_error = lambda *words: None
     handler = partial(SimpleHTTPRequestHandler, directory=site)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
