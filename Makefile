@@ -18,13 +18,15 @@ test: .venv/.installed
 
 ready: .venv/.installed
 	$(BIN)/nbdev-export
+	$(BIN)/python tests/minutes.py
 	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers $(WORKERS) --save --cell-timeout 180
 	$(BIN)/nbdev-clean
-	$(BIN)/python tests/minutes.py
 	$(BIN)/python tests/readme.py
 	$(MAKE) test
 
 docs: .venv/.installed
+	@command -v quarto >/dev/null || { echo "make docs needs Quarto 1.8 or newer on the PATH: \
+https://quarto.org/docs/get-started/" >&2; exit 1; }
 	$(BIN)/nbdev-docs
 	$(BIN)/python tests/twins.py _docs
 
@@ -33,6 +35,8 @@ notebooks: .venv/.installed
 
 readme: .venv/.installed
 	$(BIN)/python tests/minutes.py
+	$(BIN)/nbdev-test nbs/index.ipynb --save
+	$(BIN)/nbdev-clean
 	$(BIN)/python tests/readme.py
 
 # torch first: the library asks for a range, and a range alone may bring a larger build than wanted

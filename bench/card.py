@@ -20,7 +20,7 @@ def main():
     axes.plot([s / 60 for s in seconds], losses, color=BLUE, lw=3)
     axes.axhline(run["unigram"], color=ORANGE, lw=2, ls="--")
     axes.text(3, run["unigram"] + 0.1, "counting words", color=ORANGE, ha="right", fontsize=15)
-    axes.set_xlabel("minutes on two processor cores", fontsize=15, color=GREY)
+    axes.set_xlabel(f"minutes on {run['device']}", fontsize=15, color=GREY)
     axes.set_ylabel("loss, nats", fontsize=15, color=GREY)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=13, colors=GREY)

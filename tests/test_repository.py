@@ -17,12 +17,12 @@ from minutes import both, lessons, line
 from readme import readme
 
 SITE = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))
-PARTS = {
-    p["section"]: p["contents"]
-    for p in SITE["website"]["sidebar"]["contents"]
-    if isinstance(p, dict)
+PAGES = {  # three sidebars; a sidebar lists pages, or sections of pages
+    page["href"]: page["text"]
+    for sidebar in SITE["website"]["sidebar"]
+    for entry in sidebar["contents"]
+    for page in entry.get("contents", [entry])
 }
-PAGES = {x["href"]: x["text"] for part in PARTS.values() for x in part}
 NOTEBOOKS = [ROOT / "nbs/index.ipynb"]
 NOTEBOOKS += [ROOT / "nbs" / href for href in PAGES if href.endswith(".ipynb")]
 LESSONS = [p for p in NOTEBOOKS if p.name[:2].isdigit()]
@@ -244,7 +244,7 @@ def test_the_sidebar_is_the_order():
         assert PAGES[path.name] == f"{path.name[:2]} {title(path)}", "another title"
     for path in LIBRARY:
         href = str(path.relative_to(ROOT / "nbs"))
-        assert PAGES[href] == ".".join(Path(href).with_suffix("").parts[1:])
+        assert PAGES[href] == f"{path.stem} · {title(path)}"
     assert (ROOT / "nbs/_quarto.yml").resolve() == ROOT / "_quarto.yml"
     html = SITE["format"]
     assert "commonmark" not in html and html["html"]["html-math-method"] == "mathml"
@@ -304,7 +304,10 @@ def test_the_site_asks_no_other_server_and_has_a_face():
 def test_plain_pages_are_where_the_docstrings_say(tmp_path):
     "Each address in llms.txt and in a module's docstring gets a plain page, and no page is huge."
     made = {str(p.relative_to(tmp_path)) for p in twins.main(tmp_path)}
-    text = (ROOT / "nbs/llms.txt").read_text(encoding="utf-8")
+    assert "#|" not in "".join(p.read_text(encoding="utf-8") for p in tmp_path.rglob("*.md"))
+    text = (tmp_path / "llms.txt").read_text(encoding="utf-8")
+    places = [text.index(f"[{PAGES[p.name]}]") for p in LESSONS]
+    assert places == sorted(places) and "index.html.md" in text[: places[0]], "start, then order"
     text += "".join(p.read_text(encoding="utf-8")[:2000] for p in (ROOT / "cramnb").rglob("*.py"))
     named = set(re.findall(r"https://cramnb\.github\.io/cramnb/([\w./]+\.md)", text))
     assert len(named) > 30 and named <= made, named - made
