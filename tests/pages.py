@@ -143,7 +143,7 @@ class Browser:
         return self.events
 
     def ask(self, script: str) -> list[str]:
-        wait = "await new Promise(r => requestAnimationFrame(() => setTimeout(r, 50)));"
+        wait = "await new Promise(r => requestAnimationFrame(() => setTimeout(r, 200)));"
         code = f"(async () => {{ {wait} {script} }})()"
         done = self("evaluate", "Runtime", expression=code, returnByValue=True, awaitPromise=True)
         return done["result"].get("value", [str(done)])
