@@ -112,4 +112,6 @@ def test_a_worker_that_sees_another_disk_or_has_another_version_is_named(
 
 def test_an_address_where_nobody_answers_is_named():
     with pytest.raises(CramError, match="impl.dask=tcp://127.0.0.1:9: no scheduler answers"):
-        dask_client("tcp://127.0.0.1:9")
+        with dask_client("tcp://127.0.0.1:9"):
+            pass
+    assert store._client() is None  # the next build stays here

@@ -25,7 +25,7 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from html import escape
@@ -125,21 +125,25 @@ def each_shard(
         raise Unfinished(f"A process died while {stage}: {e} Finished shards are kept.") from None
 
 # %% ../../nbs/library/text/store.ipynb #0382819d
+@contextmanager
 def dask_client(
     address: str,  # of a Dask scheduler, such as tcp://first:8786; '': work on this machine
-):  # a context, inside of which builds go to its workers
-    "Connect to Dask. Raises CramError."
+):  # yields the client, or None
+    "Builds inside of this context go to the workers of Dask. Raises CramError."
     if not address:
-        return nullcontext()
+        yield None
+        return
     try:
         from distributed import Client
     except ImportError:
         remedy = "pip install 'cramnb[dask]', on every machine"
         raise CramError(f"impl.dask needs the package distributed: {remedy}.") from None
     try:
-        return Client(address, timeout=10)
+        client = Client(address, timeout=10, set_as_default=False)
     except (OSError, ValueError) as e:
         raise CramError(f"impl.dask={address}: no scheduler answers ({first_line(e)}).") from None
+    with client, client.as_current():
+        yield client
 
 # %% ../../nbs/library/text/store.ipynb #0322a72a
 def _client():
