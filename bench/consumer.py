@@ -1,6 +1,4 @@
-"""The definitions of lesson 20, for `log_consumer.py` and the tests: a BERT on a small card with
-Hugging Face's own parts.
-"""
+"""The home run of lesson 20 with Hugging Face's own parts, for `log_consumer.py`."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

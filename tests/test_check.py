@@ -297,6 +297,16 @@ def test_missing_misspelt_broken_and_endless_are_one_line_each(mine):
     assert "Block: SystemExit in line" in told["06"]
 
 
+@pytest.mark.parametrize("wrong", ["step, which is wrong", "step, which is missing"])
+def test_a_definition_is_not_blamed_for_another_that_it_uses(wrong, mine):
+    names = ["train"] if "missing" in wrong else ["train", "step"]
+    mine(part(*names).replace("0.02 *", "0.03 *"))
+    lines = []
+    assert check("my_bert.py", say=lines.append) is False
+    told = {line[:2]: line for line in lines}
+    assert "step" in told["08"] and "1 of 4. fixed_batches is missing" in told["10"]
+
+
 def test_a_new_file_has_every_name_and_is_never_written_over(mine, capsys):
     for words in (["--new", "my_bert.py"], ["new=other.py"]):
         assert main(["check", *words]) == 0

@@ -1,28 +1,10 @@
-"""The home run: one set of definitions, a table with sources, and a log that says whence it is."""
+"""The home run: a table with sources, and a log that says whence it is."""
 
-import ast
 import json
-
-from conftest import ROOT
-from test_repository import cells, source
 
 from cramnb.book.show import read_data
 from cramnb.judge.tasks import PUBLISHED_TASKS
 from cramnb.recipe import preset
-
-
-def definitions(code: str) -> dict[str, str]:
-    "Functions and classes of a text, without its spaces."
-    kinds = ast.FunctionDef, ast.ClassDef
-    return {d.name: ast.dump(d) for d in ast.parse(code).body if isinstance(d, kinds)}
-
-
-def test_the_chapter_and_the_bench_have_the_same_definitions():
-    bench = definitions((ROOT / "bench/consumer.py").read_text(encoding="utf-8"))
-    chapter = {}
-    for cell in cells(ROOT / "nbs/20_small.ipynb", "code"):
-        chapter |= definitions(source(cell).replace("get_ipython", "str"))
-    assert bench == {name: chapter.get(name) for name in bench}
 
 
 def test_the_table_of_compute_has_sources_and_its_averages_are_possible():

@@ -133,7 +133,7 @@ def _read_own(
     return SimpleNamespace(**{n: getattr(module, n) for n in names if hasattr(module, n)})
 
 # %% ../../nbs/library/book/check.ipynb #9b82ca08
-def _child(path, names):
+def _child(path, names, wrong):
     "What the other process does: a line when it is ready, one for the file, one for each name."
     answers, nowhere = os.fdopen(os.dup(1), 'w'), os.open(os.devnull, os.O_WRONLY)
     for standard in (1, 2):  # what the file prints and warns is not shown
@@ -142,6 +142,7 @@ def _child(path, names):
     def answer(about, text=''):
         print(json.dumps([about, text]), file=answers, flush=True)
 
+    from cramnb import mini
     from cramnb.book.numbers import number  # before the time of the reader's file begins
 
     answer('ready')
@@ -149,19 +150,23 @@ def _child(path, names):
     try:
         my = _read_own(Path(path))
         answer('file')
+        own = vars(sys.modules['my_bert'])
+        lent = [n for n in mini.__all__ if n in wrong or n not in own]
         for name in names:
+            own.update({n: getattr(mini, n) for n in lent})  # nobody is blamed for another
             lesson, _, folder = name.partition(' ')  # a number is asked for as '3 FOLDER'
             told = number(my, int(lesson), folder) if folder else judge(my, name, path)
+            lent += [name] * (bool(told) and not folder)
             answer(name, told)
     except BaseException as e:
         answer('file', _error(e, path))
     os._exit(0)  # threads of the file do not keep it
 
 
-def _answers(path, names, limit):
+def _answers(path, names, limit, wrong=()):
     "The lines of the child; None where it took too long or was ended."
-    code = 'import sys; from cramnb.book.check import _child; _child(sys.argv[1], sys.argv[2:])'
-    words = [sys.executable, '-c', code, str(path), *names]
+    code = 'import json, sys, cramnb.book.check as c; c._child(*json.loads(sys.argv[1]))'
+    words = [sys.executable, '-c', code, json.dumps([str(path), names, wrong])]
     found = [str(_MINI.parents[1]), *filter(None, [os.environ.get('PYTHONPATH')])]
     env = os.environ | dict(PYTHONPATH=os.pathsep.join(found))
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -190,7 +195,8 @@ def _judged(path, lessons, limit):
     "A sentence for each name that the file defines."
     told, left = {}, [name for names in lessons.values() for name in names]
     while left:
-        with closing(_answers(path, left, limit)) as answers:
+        wrong = [n for n in told if told[n]]
+        with closing(_answers(path, left, limit, wrong)) as answers:
             next(answers)
             problem = next(answers)
             if problem is None:

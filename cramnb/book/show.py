@@ -14,7 +14,7 @@ Docs: https://cramnb.github.io/cramnb/library/book/show.html.md"""
 
 # %% auto #0
 __all__ = ['BLUE', 'ORANGE', 'GREEN', 'PINK', 'GREY', 'flow', 'show_tokens', 'pipeline', 'show_table', 'fact', 'specimen',
-           'show_matrix', 'show_curve', 'interact', 'check_exercise']
+           'toy_documents', 'show_matrix', 'show_curve', 'interact', 'check_exercise']
 
 # %% ../../nbs/library/book/show.ipynb #d4a00005
 import html
@@ -410,6 +410,27 @@ def specimen() -> SimpleNamespace:
     s.tokens, s.rows, s.rest = tokenizer.convert_ids_to_tokens(ids), rows, rest
     s.input_ids, s.labels, s.positions = masked.input_ids, masked.labels, masked.positions
     return s
+
+# %% ../../nbs/library/book/show.ipynb #510fd9a8
+_WORLDS = (  # adjectives, nouns and verbs
+    'salty calm deep stormy foggy windy tidal rolling/whale sailor anchor harbour '
+    'island lobster captain gull/swims sails drifts sinks dives floats surfaces lands',
+    'warm crusty sweet boiled salted fresh spicy golden/baker oven kettle butter spoon '
+    'loaf cook onion/bakes stirs melts simmers boils roasts cools rises',
+)
+
+
+def toy_documents(
+    n: int = 1500,  # documents
+) -> list[str]:  # three sentences each; every second document is about the kitchen
+    "Sentences of one form whose words all come from one of two worlds."
+    draw, worlds = np.random.default_rng(0), [w.split('/') for w in _WORLDS]
+
+    def sentence(kinds):
+        a, n, v, b, m, w = (draw.choice(kinds[i].split()) for i in (0, 1, 2, 0, 1, 2))
+        return f'The {a} {n} {v} and the {b} {m} {w}.'
+
+    return [' '.join(sentence(worlds[i % 2]) for _ in range(3)) for i in range(n)]
 
 # %% ../../nbs/library/book/show.ipynb #0c8be91e
 def show_matrix(
