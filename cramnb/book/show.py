@@ -132,7 +132,7 @@ class _Box:
     @property
     def need(self) -> float:
         "The width that the longest line asks for."
-        return max(1.2 * _wide(self.name), *map(_wide, self.lines), 0) + 18
+        return max(1.2 * _wide(self.name), *map(_wide, self.lines), 0) + 14
 
 # %% ../../nbs/library/book/show.ipynb #d5c00006
 def _draw_box(box: _Box, filled: bool) -> list:
@@ -223,7 +223,7 @@ def _beside(way: list[tuple[float, float]], words: str) -> tuple[float, float]:
     y = (start[1] + end[1]) / 2
     if start[1] == end[1]:
         return x, y - 4 if straight else y + 14
-    shift = _wide(words) / 2 + 6
+    shift = _wide(words) / 2 + 6 + 5 * abs((end[0] - start[0]) / (end[1] - start[1]))
     if not straight and x < way[0][0]:  # the line runs on the left
         shift = -shift
     return x + shift, y + 4
@@ -276,7 +276,7 @@ def flow(
 # %% ../../nbs/library/book/show.ipynb #d5c00013
 def _gap(arrows: list[tuple], names: list[list[str]]) -> float:
     "The room between the boxes of a row: enough for the words on its level arrows."
-    gap = 40.0
+    gap = 28.0
     for start, end, *words in arrows:
         if words and any(start in row and end in row for row in names):
             gap = max(gap, _wide(words[0]) + 22)
