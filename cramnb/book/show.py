@@ -254,8 +254,12 @@ def flow(
 ) -> SVG:  # without `arrows` the boxes of each row are joined from left to right
     "Boxes and arrows in the look of this book, with a plain text that says the same."
     names = [[_lines(text)[0] for text in row if text] for row in rows]
-    plain = _plain_arrows(arrows, rows) if arrows else _plain_chain(names, marked)
-    arrows = arrows or [pair for row in names for pair in zip(row, row[1:])]
+    if arrows is None:
+        chains = [[f'[{n}]' if n in marked else n for n in row] for row in names]
+        plain = '; '.join(map(' → '.join, chains))
+        arrows = [pair for row in names for pair in zip(row, row[1:])]
+    else:
+        plain = _plain_arrows(arrows, rows)
     boxes = _place(rows, float(width), _gap(arrows, names))
     drawn, points, ways = [], [], []
     for start, end, *more in arrows:
@@ -294,14 +298,6 @@ def _plain_arrows(arrows: list[tuple], rows: list[list[str]]) -> str:
             if lines:
                 parts[i] += ' (' + ', '.join(lines) + ')'
         out.append(' → '.join(parts))
-    return '; '.join(out)
-
-# %% ../../nbs/library/book/show.ipynb #d5c00016
-def _plain_chain(rows: list[list[str]], marked: list[str]) -> str:
-    "Rows of boxes as text, the marked ones in brackets."
-    out = []
-    for row in rows:
-        out.append(' → '.join(f'[{name}]' if name in marked else name for name in row))
     return '; '.join(out)
 
 # %% ../../nbs/library/book/show.ipynb #1edb84df
