@@ -71,9 +71,6 @@ if shell := get_ipython():  # figures become SVG in their natural size
     _inline.print_figure_kwargs = dict(bbox_inches=None, metadata=dict(Date=None, Creator=None))
     _inline.figure_formats = {'svg'}
 
-# %% ../../nbs/library/book/show.ipynb #d4b05a96
-_STAGES = 'text tokens rows masks model training checkpoint exam score'.split()
-
 # %% ../../nbs/library/book/show.ipynb #d5c00001
 def _element(name: str, words: str = '', **attributes) -> ElementTree.Element:
     "One SVG element; an underscore in an attribute's name stands for a hyphen."
@@ -331,6 +328,16 @@ def _token(text: str, x: float, y: float, wide: float, colour: str | None) -> li
     look['xml:space'] = 'preserve'
     return [box, _element('text', text, x=x + wide / 2, y=y + 14.5, **look)]
 
+# %% ../../nbs/library/book/show.ipynb #291f679b
+class _Table(Markdown):
+    "Markdown that reads as itself in a terminal."
+
+    def __repr__(self):
+        return self.data
+
+# %% ../../nbs/library/book/show.ipynb #d4b05a96
+_STAGES = 'text tokens rows masks model training checkpoint exam score'.split()
+
 # %% ../../nbs/library/book/show.ipynb #d4a87f7b
 def pipeline(
     stage: str,  # one of nine
@@ -371,13 +378,6 @@ def _cell(value):
     closed = len(parts) % 2 == 1
     plain = [p if i % 2 and closed else html.escape(p, quote=False) for i, p in enumerate(parts)]
     return '`'.join(plain)
-
-# %% ../../nbs/library/book/show.ipynb #291f679b
-class _Table(Markdown):
-    "Markdown that reads as itself in a terminal."
-
-    def __repr__(self):
-        return self.data
 
 # %% ../../nbs/library/book/show.ipynb #5e1f0c06
 def fact(
