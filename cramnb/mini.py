@@ -453,7 +453,7 @@ def save(
     model: nn.Module,  # whose weights are kept
     run: dict,  # its updates, elapsed and states are kept
 ):
-    "Write beside, flush, rename: the file is whole, or it is not there."
+    "Write beside, flush, rename: the old file or the new one is there, whole."
     tensors = {f'weight {name}': p.detach() for name, p in model.named_parameters()}
     for name, state in run['states'].items():
         tensors |= {f'state {name} {key}': torch.as_tensor(value) for key, value in state.items()}
@@ -461,7 +461,7 @@ def save(
     place = json.dumps(dict(updates=run['updates'], elapsed=run['elapsed']))
     beside = path.with_suffix('.tmp')
     save_file(tensors, beside, dict(place=place))
-    with beside.open('rb') as f:
+    with beside.open('rb+') as f:
         os.fsync(f.fileno())
     beside.replace(path)
 
@@ -620,7 +620,7 @@ def prepare(
         heldout = pack_rows(encode_all(tokenizer, apart))[0]
         if not all(map(len, (rows, heldout, *exam))):
             sys.exit(f'{folder}: too little text (.txt, .md) for rows and an exam.')
-        where.mkdir(exist_ok=True)
+        where.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(where / 'tokenizer.json'))
         (where / 'exam.json').write_text(json.dumps(exam))
         np.save(where / 'heldout.npy', heldout)
@@ -690,7 +690,7 @@ def main(
     export(model, tokenizer, path.parent / 'model')
     batches = fixed_batches(heldout, V)
     loss, entropy = mean_loss(model, batches), unigram_loss(rows, V, batches)
-    print(f'held-out loss {loss:.3f} nats; who only counts words: {entropy:.3f}')
+    print(f'held-out loss {loss:.3f} nats; frequencies alone: {entropy:.3f}')
     scores = [score(m, tokenizer, exam) for m in (model, untrained)]
     told = ['{:.1%} ({:.1%} to {:.1%})'.format(*found) for found in scores]
     print(f'exam: {told[0]} right; untrained: {told[1]}')
@@ -698,9 +698,11 @@ def main(
 
 # %% ../nbs/15_program.ipynb #5eb4c6d6
 if __name__ == '__main__' and '__file__' in globals():  # not in a notebook
-    folder, seconds, *more = [*sys.argv[1:], *['', '180'][len(sys.argv) - 1 :]]
-    if more or folder.startswith('-') or not re.fullmatch(r'[1-9]\d*', seconds):
+    words = sys.argv[1:]
+    folder = words[0] if words else ''
+    seconds = words[1] if len(words) > 1 else '180'
+    if len(words) > 2 or folder.startswith('-') or not re.fullmatch(r'[1-9]\d*', seconds):
         sys.exit('usage: python -m cramnb.mini [FOLDER] [SECONDS]')
-    name = Path(folder).resolve().name  # each text has a run of its own
-    where = f'mini-run-{name}' if folder else 'mini-run'
+    text = Path(folder).resolve()  # each folder of text has a run of its own
+    where = f'mini-run-{text.name}-{zlib.crc32(bytes(text)):08x}' if folder else 'mini-run'
     main(folder, float(seconds), where, bf16=torch.cpu._is_amx_tile_supported())
