@@ -46,7 +46,7 @@ def contents(site: dict, texts: dict[str, str]) -> str:
         for entry in sidebar["contents"]:
             for page in entry.get("contents", [entry]):
                 where = address(NOTEBOOKS / page["href"])
-                summary = re.search(r"^> (.+)$", texts[where], re.M)[1]
+                summary = re.search(r"\A# .+\n\n(?:> )?(.+)$", texts[where], re.M)[1]
                 lines.append(f"- [{page['text']}]({start}{where}.md): {summary}")
     return "\n".join(lines) + "\n"
 
@@ -56,6 +56,7 @@ def main(site: Path) -> list[Path]:
     hidden = {".ipynb_checkpoints", "_proc"}
     paths = [p for p in sorted(NOTEBOOKS.rglob("*.ipynb")) if not hidden & set(p.parts)]
     texts = {address(path): twin(path) for path in paths}
+    texts["lab/log.html"] = (ROOT / "LAB.md").read_text(encoding="utf-8")
     for where, text in texts.items():
         (site / where).parent.mkdir(parents=True, exist_ok=True)
         (site / f"{where}.md").write_text(text, encoding="utf-8")
