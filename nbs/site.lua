@@ -48,3 +48,15 @@ function Meta(meta)
     return meta
   end
 end
+
+-- Levels of headings follow one another: a definition may come before the first section, and the
+-- page of a model card has a title of its own.
+function Pandoc(doc)
+  local last = 1
+  return doc:walk({ Header = function(header)
+    if last > 1 and header.level == 1 then header.level = 2 end
+    header.level = math.min(header.level, last + 1)
+    last = header.level
+    return header
+  end })
+end
