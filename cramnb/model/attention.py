@@ -41,7 +41,7 @@ def rotate(
     cos: Tensor,  # (T, K)
     sin: Tensor,  # (T, K)
 ) -> Tensor:  # (B, H, T, K) turned by their position
-    "Turn each pair (i, i+K/2) of a head; afterwards a dot product depends on distance alone."
+    "Turn each pair (i, i+K/2) of a head; afterwards dot products see offsets, not places."
     a, b = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
 
