@@ -193,7 +193,7 @@ def test_a_resumed_run_takes_the_saved_way_and_does_not_measure(tmp_path, texts,
 )
 def test_fine_tuning_computes_as_the_run(words, known, want, tmp_path):
     facts = {k: "" if t is str else 0.0 for k, t in Summary.__annotations__.items()}
-    facts |= dict(updates=0, tokens=0, skipped=0, parameters=0, way=asdict(known))
+    facts |= dict(updates=0, tokens=0, skipped=0, parameters=0, hosts=[], way=asdict(known))
     write_json(tmp_path / "pretrain.json", facts)
     impl = tiny(*(f"impl.{w}" for w in words)).impl
     assert _way(impl, SimpleNamespace(run=tmp_path), CPU) == want

@@ -18,6 +18,7 @@ from scipy import stats
 from cramnb.core import CramError
 from cramnb import cram
 from cramnb.cram import adopt, text_of
+from cramnb.run import run as rooms
 from cramnb.judge.tasks import hold_out, load_folder, load_tasks
 from folders import SUMMARY
 from cramnb.judge.finetune import Trial, run_trial
@@ -246,15 +247,18 @@ def test_local_tasks_are_made_of_the_text_that_the_weights_did_not_read(
 def test_a_corpus_is_opened_only_where_it_is_needed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     opened = []
-    monkeypatch.setattr(cram, "open_corpus", lambda recipe, *_: opened.append(recipe.eval.tasks))
+    for room in (cram, rooms):
+        monkeypatch.setattr(
+            room, "open_corpus", lambda recipe, *_: opened.append(recipe.eval.tasks)
+        )
     glue, local = tiny("name=one", "eval=GLUE_sane"), tiny("name=one")
-    text_of(glue)
+    text_of(glue, None)
     assert not opened and not list(tmp_path.iterdir())
-    text_of(local)
+    text_of(local, None)
     folder = store_folder(glue.data, Path(glue.impl.path).expanduser())
     folder.mkdir(parents=True)
     (folder / "card.json").write_text("{}")
-    text_of(glue)
+    text_of(glue, None)
     assert opened == [local.eval.tasks, glue.eval.tasks]
 
 
