@@ -100,12 +100,11 @@ def together(rows: list[dict]) -> dict:
 
 
 SAME = ("seed", "heldout", "per_character", "tokens_per_second")
-JUDGED = "data.judge="
 
 
 def group(row: dict) -> str:
     "Which unchanged recipe a row is compared with."
-    return row.get("group") or ("text" if JUDGED in " ".join(row["words"]) else row["side"])
+    return row.get("group") or ("text" if "data.judge=" in " ".join(row["words"]) else row["side"])
 
 
 def ablations(rows: list[dict], commit: str) -> dict:

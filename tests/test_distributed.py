@@ -268,8 +268,8 @@ def test_agreements_and_a_wait_longer_than_any_timeout(tmp_path):
         )
 
 
-def _dropout(world, folder, until):
-    t = make(world, dropout=True, batch_size_ramp=0.0)
+def _go_on(t, world, folder, until):
+    "From the last checkpoint of a folder to an update, which is saved there."
     if found := agreed_checkpoint(folder, world):
         restore(found, t)
     for row in t.updates():
@@ -277,6 +277,11 @@ def _dropout(world, folder, until):
             break
     if world.is_first:
         save_checkpoint(folder, t, extra=dict(microbatch_size=t.microbatch_size))
+
+
+def _dropout(world, folder, until):
+    t = make(world, dropout=True, batch_size_ramp=0.0)
+    _go_on(t, world, folder, until)
     return dict(weights=numbers(t))
 
 
@@ -298,13 +303,7 @@ def test_resume_is_exact_with_dropout_although_only_the_first_has_saved(tmp_path
 
 def _updates(world, folder, until):
     t = make(world, microbatch_size=16 // world.size)
-    if found := agreed_checkpoint(folder, world):
-        restore(found, t)
-    for row in t.updates():
-        if row["update"] == until:
-            break
-    if world.is_first:
-        save_checkpoint(folder, t)
+    _go_on(t, world, folder, until)
     return dict(weights=numbers(t), sequences=t.state.sequences, passes=t.state.microbatch)
 
 

@@ -301,11 +301,14 @@ def masked_rows(
     return batches
 
 # %% ../../nbs/library/train/loop.ipynb #d03335e7
-def spread_rows(n: int, k: int) -> np.ndarray:
-    "k of n row numbers, evenly spread: the first rows alone would be a few documents, or one kind."
+def spread_rows(
+    n: int,  # rows there are
+    k: int,  # rows wanted
+) -> np.ndarray:  # int64 (min(k, n),): their numbers, evenly spread
+    "Which held-out rows to read: the first alone would be a few documents, or one kind."
     return np.arange(min(k, n)) * n // min(k, n)
 
-
+# %% ../../nbs/library/train/loop.ipynb #spr3adr0
 def heldout_batches(
     corpus: Corpus,  # where the rows come from
     train: Train,  # reads eval_rows
