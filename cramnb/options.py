@@ -352,7 +352,7 @@ class Impl:
         'auto', 'sdpa', 'eager', 'flash_attention_2', 'flex_attention'] = option(
         'auto', "transformers' attention interface; auto: sdpa, or as measured with the precision")
     loss_chunk_size: int = option(
-        0, 'rows of logits held at once (0: all): less memory, more work', le=10**9)
+        0, 'rows of logits held at once (0: 512 on a CPU, all on a GPU): less memory', le=10**9)
     save_every: float = option(5.0, 'minutes between checkpoints', gt=0, le=1e5)
     keep_checkpoints: int = option(2, 'how many are kept', ge=1, le=1000)
     keep_best: bool = option(True, 'besides these, keep the one with the lowest held-out loss')

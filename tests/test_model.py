@@ -97,6 +97,56 @@ def test_dense_sparse_and_chunked_losses_are_one():
     assert model(b.input_ids).logits.shape == (4, 32, 300)  # no labels, nothing to save
 
 
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "changes", [{}, dict(norm_placement="sandwich"), dict(norm_placement="post", deepnorm=True)]
+)
+def test_what_nobody_asks_for_is_left_out_and_changes_nothing(kernel, changes):
+    torch.manual_seed(0)
+    model = build_model(replace(preset("arch", "tiny"), **changes), 300, kernel).eval()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    seen, b = [], batch()
+    model.model.layers[-1].mlp.register_forward_hook(lambda m, x, y: seen.append(y.shape[1]))
+    padded, two = torch.ones_like(b.input_ids), (torch.arange(32) > 10).long().expand(4, -1)
+    padded[:, 28:] = 0
+    for given in ({}, dict(attention_mask=padded), dict(document_ids=two)):
+        whole = model(b.input_ids, **given).logits
+        few = model(b.input_ids, masked_positions=b.positions, **given).logits
+        wanted = whole.gather(1, b.positions[..., None].expand(-1, -1, 300))
+        torch.testing.assert_close(few, wanted, atol=1e-5, rtol=1e-5)
+    assert seen[:2] == [32, b.positions.shape[1]]
+
+
+def test_logits_of_16_bits_in_chunks_lose_nothing_that_32_bits_have():
+    torch.manual_seed(0)
+    decoder, labels = torch.nn.Linear(16, 300), torch.randint(0, 300, (1000,))
+    labels[::3] = -100
+    found = []
+    for chunk, few in ((0, False), (64, False), (0, True), (64, True)):
+        hidden = torch.randn(1000, 16, generator=torch.Generator().manual_seed(1)) * 4
+        hidden.requires_grad_()
+        decoder.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=few):
+            loss, _ = linear_cross_entropy(hidden, decoder, labels, chunk)
+        loss.backward()
+        found.append((loss.item(), hidden.grad, decoder.weight.grad.clone()))
+    (exact, *want), (chunked, *same), (_, *plain), (short, *got) = found
+    assert chunked == pytest.approx(exact, rel=1e-5) and short == pytest.approx(exact, rel=2e-3)
+    for w, s, p, g in zip(want, same, plain, got):
+        torch.testing.assert_close(s, w, atol=1e-6, rtol=1e-4)
+        assert (g - w).norm() < 1.2 * (p - w).norm() + 1e-6  # no worse than torch's own
+
+
+def test_an_answer_that_is_out_of_reach_costs_much_and_breaks_nothing():
+    decoder = torch.nn.Linear(1, 2, bias=False)
+    decoder.weight.data = torch.tensor([[200.0], [-200.0]])
+    hidden = torch.ones(3, 1, requires_grad=True)
+    loss, _ = linear_cross_entropy(hidden, decoder, torch.tensor([1, 0, -100]), 2)
+    loss.backward()
+    assert 40 < loss.item() < 201 and hidden.grad.isfinite().all() and hidden.grad[0] == 200
+
+
 class LargestTensor(TorchDispatchMode):
     "Remembers the largest floating-point tensor that any operation makes."
 

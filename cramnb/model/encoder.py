@@ -30,7 +30,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import Attention, RMSNorm, rotary_tables
+from .attention import Attention, RMSNorm, rotary_tables, rows_at
 from ..core import CramError
 from ..options import GATED, Arch, check_arch
 
@@ -147,18 +147,21 @@ class Layer(GradientCheckpointingLayer):
         self.attention, self.mlp = Attention(config), MLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def add(self, x, norm, block, out_norm):
+    def add(self, x, norm, block, out_norm, asked=None):
         "Norms stand before a block (pre), after the addition (post), or before and after it."
-        old = x if self.carry == 1 else x * self.carry
+        old = x if asked is None else rows_at(x, asked)
+        old = old if self.carry == 1 else old * self.carry
         if self.post:
             return norm(old + self.dropout(block(x)))
         return old + self.dropout(out_norm(block(norm(x))))
 
-    def forward(self, x, attention_mask=None, rotary=None, **kwargs):  # (B, T, D) -> (B, T, D)
-        def attention(x):
-            return self.attention(x, attention_mask, rotary, **kwargs)[0]
+    def forward(self, x, attention_mask=None, rotary=None, asked=None, **kwargs):
+        "(B, T, D) -> (B, T, D); with `asked` (B, k), only these positions go on: (B, k, D)."
 
-        x = self.add(x, self.attention_norm, attention, self.attention_out_norm)
+        def attention(x):
+            return self.attention(x, attention_mask, rotary, asked, **kwargs)[0]
+
+        x = self.add(x, self.attention_norm, attention, self.attention_out_norm, asked)
         return self.add(x, self.mlp_norm, self.mlp, self.mlp_out_norm)
 
 # %% ../../nbs/library/model/encoder.ipynb #57d93eb3
@@ -310,8 +313,9 @@ class CrammedBertModel(CrammedBertPreTrainedModel):
         position_ids: Tensor | None = None,  # 0, 1, 2, … or nothing
         inputs_embeds: Tensor | None = None,  # (B, T, D), instead of input_ids
         document_ids: Tensor | None = None,  # (B, T): tokens see those of their own number only
+        asked: Tensor | None = None,  # (B, k): positions whose vectors are wanted (None: all)
         **kwargs,
-    ) -> BaseModelOutput:  # last_hidden_state (B, T, D); hidden_states: before each layer, and it
+    ) -> BaseModelOutput:  # last_hidden_state (B, T or k, D); hidden_states: before each layer, it
         "Read a batch. Raises CramError for ids and vectors at once."
         if (input_ids is None) == (inputs_embeds is None):
             raise CramError("Give either input_ids or inputs_embeds.")
@@ -324,6 +328,9 @@ class CrammedBertModel(CrammedBertPreTrainedModel):
         if c.position_embedding_type == 'rotary':
             K = c.hidden_size // c.num_attention_heads
             rotary = rotary_tables(x.shape[1], K, c.rope_theta, x.device)
+        few = asked if mask is None else None  # what nobody asks for, the last layer leaves out
         for layer in self.layers:
-            x = layer(x, attention_mask=mask, rotary=rotary, **kwargs)
-        return BaseModelOutput(last_hidden_state=self.final_norm(x))
+            last = layer is self.layers[-1]
+            x = layer(x, attention_mask=mask, rotary=rotary, asked=few if last else None, **kwargs)
+        x = self.final_norm(x)
+        return BaseModelOutput(last_hidden_state=x if asked is few else rows_at(x, asked))

@@ -59,11 +59,12 @@ def _errors(
     labels: Tensor,  # (n,)
 ) -> tuple[Tensor, Tensor]:  # summed loss, and (n, V): the gradient of the logits
     "Loss of a few rows and what is wrong with their probabilities: p, less 1 at the answer."
-    answer = labels.clamp(min=0)[:, None]
-    p = F.linear(x, weight, bias).float().log_softmax(-1)
-    loss = -(p.gather(1, answer)[:, 0] * (labels != -100)).sum()
-    p.exp_().scatter_add_(1, answer, -torch.ones_like(answer, dtype=p.dtype))
-    return loss, p.to(x.dtype)
+    where = torch.arange(len(x), device=x.device), labels.clamp(min=0)
+    logits = F.linear(x, weight, bias)
+    p = (logits.float() if logits.dtype == torch.float16 else logits).softmax(-1)
+    answer = p[where].float().clamp(min=torch.finfo(torch.float32).tiny)
+    p[where] -= 1
+    return -(answer.log() * (labels != -100)).sum(), p.to(x.dtype)
 
 # %% ../../nbs/library/model/mlm.ipynb #k7chunk2
 class _LossInChunks(torch.autograd.Function):
@@ -147,12 +148,11 @@ class CrammedBertForMaskedLM(CrammedBertPreTrainedModel):
         **kwargs,  # output_hidden_states, …
     ) -> outputs.MaskedLMOutput:  # logits (B, T, V) or (B, k, V), None where the loss is chunked
         given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
-        out = self.model(input_ids, attention_mask, document_ids=document_ids, **given, **kwargs)
-        hidden = out.last_hidden_state
-        if masked_positions is not None:
-            place = masked_positions[..., None].expand(-1, -1, hidden.shape[-1])
-            hidden = hidden.gather(1, place)  # (B, k, D)
-            labels = labels.gather(1, masked_positions) if labels is not None else None
+        given |= dict(document_ids=document_ids, asked=masked_positions)
+        out = self.model(input_ids, attention_mask, **given, **kwargs)
+        hidden = out.last_hidden_state  # (B, T, D), or (B, k, D)
+        if masked_positions is not None and labels is not None:
+            labels = labels.gather(1, masked_positions)
         hidden, loss = self.head(hidden), None
         if labels is None:
             logits = self.decoder(hidden)

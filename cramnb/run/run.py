@@ -30,8 +30,9 @@ from filelock import FileLock
 from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from ..core import CramError, Stopped, fingerprint, folder_of, load_pretrained, make_dir
-from ..core import nearest, quiet, read_json, remove, say, whole, write_json, write_text
+from ..core import CramError, Missing, Stopped, fingerprint, folder_of, load_pretrained
+from ..core import make_dir, nearest, quiet, read_json, remove, say, whole, write_json
+from ..core import write_text
 from ..judge.finetune import Trial, load_tokenizer
 from ..judge.score import Score, evaluate_checkpoint, mean_score, score_table, summarise
 from ..judge.score import within_rules
@@ -151,8 +152,8 @@ def make_loop(
     model.to(device)
     if impl.attn_implementation not in ('auto', model.config._attn_implementation):
         model.set_attn_implementation(impl.attn_implementation)
-    if impl.loss_chunk_size:
-        model.loss_chunk_size = impl.loss_chunk_size
+    if chunk := impl.loss_chunk_size or (512 if device.type == 'cpu' else 0):
+        model.loss_chunk_size = chunk  # on a CPU, logits are quicker where they fit its cache
     model.document_end = corpus.document_end if train.document_isolation else None
     batches = masked_rows(corpus, train, recipe.seed, device)
     recipe = within_memory(recipe, device, silent)
@@ -645,7 +646,7 @@ def corpus_of(
     "The corpus of a run; where its text is gone, the prepared one that is still there."
     try:
         return open_corpus(recipe, progress, say)
-    except CramError as e:
+    except Missing as e:
         name = run and _summary_of(Checkpoint(run, run)).get('corpus')
         if not name:
             raise
