@@ -2,7 +2,8 @@
 `python bench/jobs_fair.py SERIES [train.lr=RATE] WORDS > jobs.jsonl`.
 
 WORDS name the text, such as `data=files data.files=wiki.jsonl.gz data.vocab_size=8192
-data.heldout=0.01`. SERIES is a-rate, a, b, c or d; a and b need the rate that a-rate has found.
+data.heldout=0.01`. SERIES is a-rate, a, b, beat, c or d; a, b and beat need the rate that a-rate
+has found.
 """
 
 import json
@@ -15,12 +16,13 @@ FAIR = (
 )
 TINY = "arch=tiny train=tiny"
 RETUNED = f"{TINY} train.mlm_probability=0.35 train.muon_lr=0.012 train.lr=8e-3"
+QUICK = f"{RETUNED} arch.num_attention_heads=2"
 ADAMW, MUON = ("8e-3", "16e-3", "32e-3"), ("0.01", "0.02", "0.04")
 
 
-def fight(series: str, minutes: float, rate: str) -> list[dict]:
-    "Muon and AdamW with one model, in turns: who begins changes with the seed."
-    pair = [("fair", f"{FAIR} {rate}"), ("retuned", RETUNED)]
+def fight(series: str, minutes: float, rate: str, *other: str) -> list[dict]:
+    "Two recipes in turns: who begins changes with the seed. Other than Muon, if it is named."
+    pair = [("fair", f"{FAIR} {rate}"), other or ("retuned", RETUNED)]
     return [
         dict(series=series, arm=arm, seed=seed, minutes=minutes, words=words)
         for seed in range(3)
@@ -60,14 +62,16 @@ def optimizers() -> list[dict]:
 
 
 def main(series: str, *words: str):
-    rate = words[0] if series in "ab" else ""
-    given = words[1:] if series in "ab" else words
-    if series in "ab" and not rate.startswith("train.lr="):
-        sys.exit("a and b need the rate of `fair` first, such as train.lr=16e-3.")
+    rated = series in ("a", "b", "beat")
+    rate = words[0] if rated else ""
+    given = words[1:] if rated else words
+    if rated and not rate.startswith("train.lr="):
+        sys.exit("a, b and beat need the rate of `fair` first, such as train.lr=16e-3.")
     jobs = {
         "a-rate": rates,
         "a": lambda: fight("a", 20, rate),
         "b": lambda: fight("b", 40, rate),
+        "beat": lambda: fight("beat", 20, rate, "quick", QUICK),
         "c": orders,
         "d": optimizers,
     }[series]()
