@@ -23,9 +23,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.optimize import least_squares
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..core import CramError, read_data, read_json
+from ..model.attention import rows_at
 from ..model.mlm import build_model, flops_per_token
 from ..options import Arch, Train, diff, parse_memory
 from ..recipe import Recipe, preset, tiny
@@ -52,6 +54,13 @@ def parameters_by_part(
     return parts
 
 # %% ../../nbs/library/run/plan.ipynb #116b774a
+class _Pick(nn.Module):
+    "A layer after all layers, which makes the choice that the last one makes otherwise."
+
+    def forward(self, x, asked=None, **kwargs):  # (B, T, D) -> (B, k, D)
+        return rows_at(x, asked)
+
+
 def kept_bytes(
     arch: Arch,  # the recipe's model
     vocab_size: int,  # V
@@ -59,6 +68,7 @@ def kept_bytes(
     seq_length: int = 128,  # T
     mlm_probability: float = 0.25,  # share of hidden tokens
     precision: torch.dtype = torch.bfloat16,  # of the matrix products
+    whole: bool = False,  # the last layer keeps as much as the others
 ) -> int:  # bytes that one pass keeps for its way back, parameters left out
     "Run one way forward with fake tensors and add up what autograd puts aside."
     how = dict(mlm_probability=mlm_probability, mask_token_id=0, vocab_size=vocab_size)
@@ -71,6 +81,8 @@ def kept_bytes(
 
     with torch.random.fork_rng([]), FakeTensorMode():
         model = build_model(arch, vocab_size).train()
+        if whole and arch.model_type != 'bert':
+            model.model.layers.append(_Pick())
         batch = mask_tokens(torch.randint(0, vocab_size, (rows, seq_length)), **how)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             with torch.autocast('cpu', precision, enabled=precision != torch.float32):
@@ -86,13 +98,14 @@ def activation_bytes(
     seq_length: int = 128,  # T
     mlm_probability: float = 0.25,  # share of hidden tokens
     precision: torch.dtype = torch.bfloat16,  # of the matrix products
+    whole: bool = False,  # of `kept_bytes`
 ) -> dict:  # of a layer, and of both ends: (bytes whatever the rows, bytes for each row)
     "What a pass keeps, from passes of two and three rows through one and two layers."
     seen = {}
     for layers in (1, 2):
         shape = replace(arch, num_hidden_layers=layers)
         two, three = (
-            kept_bytes(shape, vocab_size, rows, seq_length, mlm_probability, precision)
+            kept_bytes(shape, vocab_size, rows, seq_length, mlm_probability, precision, whole)
             for rows in (2, 3)  # one row alone shares some memory by chance
         )
         seen[layers] = (3 * two - 2 * three, three - two)
@@ -134,7 +147,7 @@ def memory_needed(
 ) -> Memory:
     "Weights, gradients and averages by their size; what a pass keeps by looking."
     parameters, p, T = parameters_by_part(arch, vocab_size), train.mlm_probability, seq_length
-    layer, ends = activation_bytes(arch, vocab_size, T, p, precision).values()
+    layer, ends = activation_bytes(arch, vocab_size, T, p, precision, whole=recompute).values()
     L = arch.num_hidden_layers
     logits = 2 * 4 * vocab_size * round(T * (1.0 if arch.model_type == 'bert' else p))
     fixed, row = (end + L * each for end, each in zip(ends, layer))
