@@ -14,8 +14,7 @@ from scipy.stats import ttest_ind
 PLACE = dict(
     device="one of two x86-64 cores with 16-bit products, bfloat16 and eager attention; other jobs"
     " beside it",
-    corpus="13,211 articles of the English Wikipedia of 2015, 1 % held out; docstrings: those of"
-    " installed packages",
+    corpus="13,211 articles of the English Wikipedia of 2015, 1 % held out",
     vocab_size=8192,
     shape="rows of 128 tokens, 32 rows an update, 2 layers of 128",
     clock="processor time of one thread, inside updates only",
