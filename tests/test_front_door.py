@@ -87,6 +87,11 @@ def test_a_run_leaves_what_the_command_leaves(trained):
     assert len(tokenizer) == model.config.vocab_size
 
 
+def test_after_training_a_model_still_answers_with_logits(trained):
+    model, ids = trained[0].model, torch.randint(5, 600, (2, 16))
+    assert model(ids, labels=ids).logits.shape == (2, 16, 600)
+
+
 def test_a_second_fit_brings_the_trained_weights_and_trains_nothing(trained, corpus):
     trainer, done = trained
     log = (done.folder / "metrics.jsonl").stat().st_mtime_ns

@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -123,6 +123,16 @@ def open_together(
 def _own_randomness(device):
     "Random numbers drawn inside leave those of the caller alone."
     return torch.random.fork_rng([device] if device.type == 'cuda' else [])
+
+
+@contextmanager
+def _logits_given_back(model):
+    "The loop may keep logits short of memory; after it, the model answers with them as before."
+    was = getattr(model, 'loss_chunk_size', 0)
+    try:
+        yield
+    finally:
+        model.loss_chunk_size = was
 
 # %% ../../nbs/library/run/run.ipynb #f74a3ade
 def new_model(
@@ -257,6 +267,7 @@ def _train(recipe, model, corpus, world, progress, say):
     with (
         process_settings(recipe.impl, device),
         _own_randomness(device),
+        _logits_given_back(model),
         Interruptible(world.size > 1) as signals,
         Trackers(recipe, folder, say) as trackers,
     ):

@@ -13,7 +13,8 @@ To replay the trajectory of another engine, with given weights, given passes and
     model = build_model('tiny', 100)
     passes = [(ids, ids) for ids in torch.randint(5, 100, (12, 8, 16))]  # (input_ids, labels)
     how = options.Train(scheduler='constant', lr=1e-3)
-    losses = [row['loss'] for row in loop.replay(model, passes, how, per_update=2)]  # 6 updates
+    rows = loop.replay(model, passes, how, per_update=2)
+    losses = [row['loss'] for row in rows]  # of 6 updates
 
 Docs: https://cramnb.github.io/cramnb/library/train/loop.html.md"""
 
