@@ -11,7 +11,8 @@ To replay the trajectory of another engine, with given weights, given passes and
     from cramnb.train import loop
 
     model = build_model('tiny', 100)
-    passes = [(ids, ids) for ids in torch.randint(5, 100, (12, 8, 16))]  # (input_ids, labels)
+    draws = torch.randint(5, 100, (12, 8, 16))
+    passes = [(ids, ids) for ids in draws]  # (input_ids, labels)
     how = options.Train(scheduler='constant', lr=1e-3)
     rows = loop.replay(model, passes, how, per_update=2)
     losses = [row['loss'] for row in rows]  # of 6 updates

@@ -1,0 +1,67 @@
+"""A night on two cores: `python bench/night.py data.files=wiki.jsonl.gz impl.path=corpora`.
+
+Trains as `cramnb pretrain` does, and goes on where it was stopped. Its six hours are twelve of
+processor time, counted inside updates only: what else the machine does takes nothing from them.
+The size is the law's (LAB.md, 24 November 2026); `python bench/night.py forecast` prints it.
+"""
+
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from cramnb.cli import main
+from cramnb.core import read_data
+from cramnb.recipe import preset
+from cramnb.run import run
+from cramnb.run.plan import fit_law, parameters_by_part
+
+THREADS = 2
+TEXT = "data=files data.vocab_size=8192 data.heldout=0.01"
+RECIPE = (
+    "arch=tiny train=tiny train.mlm_probability=0.35 train.muon_lr=0.012 train.lr=8e-3 "
+    "train.batch_size=64 train.eval_rows=1024"
+)
+MACHINE = (
+    f"impl.threads={THREADS} impl.precision=bfloat16 impl.attn_implementation=eager "
+    "impl.microbatch_size=64 impl.save_every=5"
+)
+
+
+def shape(depth: int, width: int) -> dict:
+    "Heads of 64, an MLP of four times the width."
+    sizes = dict(num_hidden_layers=depth, hidden_size=width, intermediate_size=4 * width)
+    return sizes | dict(num_attention_heads=width // 64, classifier_hidden_size=width)
+
+
+def layers(depth: int, width: int) -> int:
+    "Parameters in the layers."
+    arch = replace(preset("arch", "tiny"), **shape(depth, width))
+    return parameters_by_part(arch, 8192)["layers"]
+
+
+def forecast(runs: list[dict], depth: int, width: int, tokens: float) -> tuple[float, float, float]:
+    "Loss by a law of the short runs; least and most with one run left out."
+    n, d, y = (np.array([r[k] for r in runs], float) for k in ("layers", "tokens", "unseen"))
+    N = layers(depth, width)
+    left = [fit_law(*(np.delete(x, i) for x in (n, d, y)))(N, tokens) for i in range(len(runs))]
+    return float(fit_law(n, d, y)(N, tokens)), float(min(left)), float(max(left))
+
+
+def train(*words: str) -> int:
+    clock = lambda: time.process_time() / THREADS
+    run.parallelise = partial(run.parallelise, clock=clock)
+    size = [f"arch.{k}={v}" for k, v in shape(4, 384).items()]
+    given = f"name=night budget=6 seed=0 {TEXT} {RECIPE} {MACHINE}".split()
+    return main(["pretrain", *given, *size, *words])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["forecast"]:
+        sys.exit(train(*sys.argv[1:]))
+    night = read_data("night.json")
+    for size in night["sizes"]:
+        guess = forecast(night["law"], size["depth"], size["width"], size["tokens"])
+        print(size, *(f"{x:.3f}" for x in guess))
