@@ -342,6 +342,8 @@ class Impl:
         'more')
     compile_torch: Auto = option(
         'auto', 'torch.compile; auto: on a GPU')
+    inductor: str = option(
+        '', 'settings of the compiler of torch.compile: max_autotune_gemm,triton.cudagraphs=false')
     memory: str = option('', 'plan for so much: 8GB, 24GB (empty: all that a GPU has)')
     recompute: Auto = option(
         'auto', 'layers forget and compute again: less memory, a third more work; auto: if it '

@@ -133,7 +133,8 @@ _IGNORED = {  # group -> keys of the original that change nothing here, some wit
     'backend sharing_strategy enable_huggingface_offline_mode local_rank add_env_variables '
     'push_to_huggingface_hub hf_directoy_name grad_scaling zero_redundancy_optimizer '
     'foreach_optimizer enable_*=impl.attn_implementation broadcast_buffers bucket_cap_mb '
-    'gradient_as_bucket_view static_graph mode dynamic fullgraph _inductor_vars* '
+    'gradient_as_bucket_view static_graph mode dynamic fullgraph '
+    '_inductor_vars*=impl.inductor '
     'no_jit_compilation=impl.compile_torch jit* optimizer* train_* gradient_clipping scheduler* '
     'fp16* zero_optimization* steps_per_print wall_clock_breakdown dump_state flops_profiler* '
     'tensorboard.*=impl.tensorboard',

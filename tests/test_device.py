@@ -16,8 +16,8 @@ from cramnb.run.runs import Summary
 from cramnb.run.plan import within_memory
 from cramnb.run.run import Trainer, _way, open_corpus
 from cramnb.train import tuning
-from cramnb.train.device import MaybeCompiled, compile_ahead, find_card, keep_memory
-from cramnb.train.device import process_settings, recipe_here
+from cramnb.train.device import MaybeCompiled, compile_ahead, compiler_settings, find_card
+from cramnb.train.device import keep_memory, process_settings, recipe_here
 from cramnb.train.tuning import Way, probe_microbatch, recovery, settle
 from cramnb.train.tuning import way_of
 from toy import batches, model, trainer, weights
@@ -39,6 +39,22 @@ def run(t):
 
 def forbidden(*_):
     raise AssertionError("this run is not to measure")
+
+
+def test_settings_of_the_compiler_reach_it_and_a_wrong_one_is_told_first():
+    given = []
+
+    def compiler(loss, **how):
+        given.append(how)
+        return loss
+
+    text = "max_autotune_gemm,triton.cudagraphs=False"
+    loss = MaybeCompiled(print, compiler=compiler, settings=compiler_settings(text))
+    loss(model(), batches(0, 4, 0))
+    asked = {"max_autotune_gemm": True, "triton.cudagraphs": False}
+    assert given == [dict(dynamic=False, options=asked)]
+    with pytest.raises(CramError, match="max_autotune_gem=.*max_autotune_gemm"):
+        compiler_settings("max_autotune_gem=1")
 
 
 # --- machines, none of which is here

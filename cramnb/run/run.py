@@ -44,8 +44,8 @@ from ..options import BERT_READS, PRESETS, Arch, Data, Eval, Impl, Train
 from ..recipe import GROUPS, Recipe, check, parse_budget, preset
 from ..text.store import Corpus, CorpusCard, dask_client, store_folder
 from ..train.checkpoint import CheckpointManager, best_checkpoint, restore
-from ..train.device import MaybeCompiled, compile_ahead, machine_here, pick_device
-from ..train.device import pick_precision, process_settings
+from ..train.device import MaybeCompiled, compile_ahead, compiler_settings, machine_here
+from ..train.device import pick_device, pick_precision, process_settings
 from ..train.distributed import Interruptible, World, agreed_checkpoint, first_then_rest
 from ..train.distributed import join_world, parallelise, share, wait_for_file
 from ..train.loop import Loop, heldout_batches, heldout_loss, masked_rows, mlm_loss
@@ -79,6 +79,7 @@ def check_run(
     dropout = recipe.arch.attention_probs_dropout_prob * recipe.train.dropout
     name = str(pick_precision(recipe.impl, device)).removeprefix('torch.')
     check_attention(recipe.impl.attn_implementation, device.type, name, dropout)
+    compiler_settings(recipe.impl.inductor)
     within_memory(recipe, device, say)
 
 # %% ../../nbs/library/run/run.ipynb #27b79cab
@@ -171,7 +172,8 @@ def make_loop(
     if recipe.dryrun:
         few = 2 * way.microbatch_size * world.size
         train = replace(train, batch_size=min(train.batch_size, few))
-    compiled = MaybeCompiled(say) if way.compiled else None
+    settings = compiler_settings(impl.inductor)
+    compiled = MaybeCompiled(say, settings=settings) if way.compiled else None
     how = dict(precision=way.dtype, microbatch_size=way.microbatch_size, loss=compiled or mlm_loss)
     how |= dict(recover=recovery(say, compiled, halve=world.size == 1))
     how |= dict(budget=recipe.budget, should_stop=should_stop)

@@ -10,14 +10,16 @@ Docs: https://cramnb.github.io/cramnb/library/train/device.html.md"""
 
 # %% auto #0
 __all__ = ['CARDS', 'card_key', 'Machine', 'find_card', 'machine_here', 'recipe_here', 'best_device', 'pick_device',
-           'pick_precision', 'keep_memory', 'process_settings', 'recompute_layers', 'MaybeCompiled', 'compile_ahead']
+           'pick_precision', 'keep_memory', 'process_settings', 'recompute_layers', 'MaybeCompiled',
+           'compiler_settings', 'compile_ahead']
 
 # %% ../../nbs/library/train/device.ipynb #c42c0eaa
 import ctypes
+import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -268,15 +270,17 @@ class MaybeCompiled:
         say: Callable[[str], None],  # told when compiling fails
         plain: Callable = mlm_loss,  # (model, batch) -> mean over the asked tokens
         compiler: Callable = torch.compile,  # tests bring their own
+        settings: Mapping = {},  # of the compiler, by `compiler_settings`
     ):
-        self.say, self.plain, self.compiler = say, plain, compiler
+        self.say, self.plain, self.compiler, self.settings = say, plain, compiler, settings
         self.compiled, self.now, self.rows, self.passes = True, None, 0, 0
 
     def __call__(self, model: nn.Module, batch: MaskedBatch) -> Tensor:
         if not self.compiled:
             return self.plain(model, batch)
         self.passes += 1
-        self.now = self.now or self.compiler(self.plain, dynamic=False)
+        how = dict(options=dict(self.settings)) if self.settings else {}
+        self.now = self.now or self.compiler(self.plain, dynamic=False, **how)
         self.rows = max(self.rows, len(batch.input_ids))
         return self.now(model, _fill_up(batch, self.rows))
 
@@ -291,6 +295,27 @@ class MaybeCompiled:
             "slower. impl.compile_torch=False leaves it out."
         )
         return True
+
+# %% ../../nbs/library/train/device.ipynb #7caa95af
+def compiler_settings(
+    text: str,  # `impl.inductor`: max_autotune_gemm,triton.cudagraphs=false
+) -> dict[str, bool | int | str]:  # name -> value, as torch.compile takes them
+    "Settings of torch's compiler; a name alone means true. Raises CramError for an unknown name."
+    if not text.strip():
+        return {}
+    from torch._inductor import list_options  # takes a second
+
+    found, known = {}, list_options()
+    for word in filter(None, re.split(r'[,\s]+', text)):
+        name, _, value = word.partition('=')
+        if name not in known:
+            unknown = f"impl.inductor={word}: torch has no such setting."
+            raise CramError(f"{unknown}{nearest(name, known)}")
+        try:
+            found[name] = json.loads(value.lower() or 'true')
+        except ValueError:
+            found[name] = value
+    return found
 
 # %% ../../nbs/library/train/device.ipynb #3d8e28d0
 def compile_ahead(
