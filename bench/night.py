@@ -2,6 +2,7 @@
 
 Trains as `cramnb pretrain` does, and goes on where it was stopped. Its six hours are twelve of
 processor time, counted inside updates only: what else the machine does takes nothing from them.
+Set OMP_WAIT_POLICY=PASSIVE, or threads that wait for a busy core spin, and are charged for it.
 The size is the law's (LAB.md, 24 November 2026); `python bench/night.py forecast` prints it.
 """
 
