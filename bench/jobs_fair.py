@@ -2,17 +2,17 @@
 `python bench/jobs_fair.py SERIES [train.lr=RATE] WORDS > jobs.jsonl`.
 
 WORDS name the text, such as `data=files data.files=wiki.jsonl.gz data.vocab_size=8192
-data.heldout=0.01`. SERIES is a-rate, a, b, beat, c or d; a, b and beat need the rate that a-rate
-has found.
+data.heldout=0.01`. SERIES is a-rate, a, b, beat, c, d or scores; a, b and beat need the rate that
+a-rate has found.
 """
 
 import json
 import sys
 
+FAITHFUL = "arch=tiny-crammed train=bert-o4 train.batch_size=32 train.batch_size_ramp=0"
 MODEL = "arch.position_embedding_type=rotary arch.qk_norm=True arch.zero_init_residual=True"
 FAIR = (
-    "arch=tiny-crammed train=bert-o4 train.batch_size=32 train.batch_size_ramp=0 "
-    f"{MODEL} arch.num_hidden_layers=2 arch.neighbours=True train.mlm_probability=0.35"
+    f"{FAITHFUL} {MODEL} arch.num_hidden_layers=2 arch.neighbours=True train.mlm_probability=0.35"
 )
 TINY = "arch=tiny train=tiny"
 RETUNED = f"{TINY} train.mlm_probability=0.35 train.muon_lr=0.012 train.lr=8e-3"
@@ -61,6 +61,16 @@ def optimizers() -> list[dict]:
     ]
 
 
+def examined() -> list[dict]:
+    "Models that are kept, for `bench/log_scores.py`."
+    arms = dict(quick=QUICK, faithful=f"{FAITHFUL} train.lr=4e-3")
+    return [
+        dict(series="scores", arm=arm, seed=seed, minutes=20, words=words, save=f"{arm}_{seed}")
+        for seed in range(3)
+        for arm, words in arms.items()
+    ]
+
+
 def main(series: str, *words: str):
     rated = series in ("a", "b", "beat")
     rate = words[0] if rated else ""
@@ -74,6 +84,7 @@ def main(series: str, *words: str):
         "beat": lambda: fight("beat", 20, rate, "quick", QUICK),
         "c": orders,
         "d": optimizers,
+        "scores": examined,
     }[series]()
     for job in jobs:
         words = job["words"].split() + [*given, "train.eval_rows=1024"]

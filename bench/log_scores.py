@@ -1,9 +1,9 @@
-"""The scores that the lab shows: `python bench/log_scores.py MODELS TEXTS GLUE WORK COMMIT`.
+"""Scores of kept models, as a log: `python bench/log_scores.py SERIES MODELS GLUE WORK COMMIT`.
 
-MODELS has a folder NAME_SEED for each model, as `bench/arms.py` saves them (the names are below),
-TEXTS the same for each way to prepare the text, GLUE the six tasks. Each arm chooses pooling and
-rate on training rows of MNLI that are held back, then all tasks are scored once for each seed.
-What is found in WORK is not computed again. Prints the JSON.
+SERIES is `exam` (scores.json), `vocabulary` (into figures.json) or `night` (into night.json).
+MODELS has a folder NAME_SEED for each model, as `bench/arms.py` saves them; of the night it is the
+checkpoint. GLUE has the six tasks. Pooling and rate are chosen on training rows of MNLI that are
+held back. What is found in WORK is not computed again.
 """
 
 import gzip
@@ -14,16 +14,16 @@ import sys
 from datetime import date
 from pathlib import Path
 
-ARMS = {  # what the lab's page on claims calls a model, and the name of its folders
-    "untrained": "untrained",
-    "faithful": "faithful",
-    "modern": "modern",
-    "modern, 20 min": "modern20",
-}
-TEXTS = {name: name for name in ("base", "deduplication", "filter", "order", "mixture")}
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from cramnb.core import read_data
+
+ARMS = "untrained", "faithful", "quick"
+VOCABULARIES = "4096", "8192", "16384", "32768"
 SEEDS = 0, 1, 2
 TASKS = "stsb", "sst2", "mrpc", "mnli", "cola", "rte"
-TEXT_TASKS = "stsb", "sst2"
+SHORT = "mean", "1e-3"  # pooling and rate that models of minutes chose in the first exam
 RATES = "1e-4", "3e-4", "1e-3", "3e-3", "1e-2"
 HELD_BACK = 3000  # training rows of MNLI that judge the settings
 MOST = 8551  # training rows of a task: as many as CoLA has
@@ -48,25 +48,35 @@ def hold_back(glue: Path, folder: Path) -> Path:
     return folder
 
 
-def evaluate(work: Path, name: str, model: Path, tasks: str, glue: Path, *words: str) -> list:
+def untrain(models: Path, seed: int):
+    "The model of `quick` with fresh weights; its vocabulary stays."
+    target, source = models / f"untrained_{seed}", models / f"quick_{seed}"
+    if not target.exists():
+        torch.manual_seed(seed)
+        model = AutoModelForMaskedLM.from_pretrained(source)
+        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+        type(model)(model.config).save_pretrained(target)
+
+
+def evaluate(work: Path, name: str, model: Path, tasks, glue: Path, most: int, *words: str):
     "Scores of one evaluation, a dict for each."
     command = f"cramnb eval eval=GLUE_sane name={name} base_dir={work} eval.checkpoint={model}"
-    command += f" eval.tasks={tasks} eval.glue_dir={glue} eval.max_train_examples={MOST}"
+    command += f" eval.tasks={','.join(tasks)} eval.glue_dir={glue} eval.max_train_examples={most}"
     found = lambda: sorted((work / name / "eval").glob("*/glue.json"))
     if not found():
         subprocess.run([*command.split(), *words], check=True, stdout=subprocess.DEVNULL)
     return json.loads(found()[-1].read_text())["scores"]
 
 
-def choose(work: Path, models: Path, name: str, glue: Path) -> tuple[tuple, dict]:
-    "The best pooling and rate of a model, and all that was tried: (pooling, rate) -> accuracy."
+def choose(work: Path, model: Path, glue: Path, most: int = MOST) -> tuple[tuple, list[dict]]:
+    "The best pooling and rate of a model, and all that was tried."
     tried = {}
 
     def accuracy(pooling, place):
         if (pooling, RATES[place]) not in tried:
-            words = f"eval.classifier_pooling={pooling}", f"eval.lr={RATES[place]}"
-            run = f"choose_{name}_{pooling}_{RATES[place]}"
-            scores = evaluate(work, run, models / f"{name}_0", "mnli", glue, *words)
+            words = f"eval.classifier_pooling={pooling}", f"eval.lr={RATES[place]}", "eval.trials=1"
+            run = f"choose_{model.name}_{pooling}_{RATES[place]}"
+            scores = evaluate(work, run, model, ["mnli"], glue, most, *words)
             tried[pooling, RATES[place]] = scores[0]["values"][0]
         return tried[pooling, RATES[place]]
 
@@ -77,44 +87,66 @@ def choose(work: Path, models: Path, name: str, glue: Path) -> tuple[tuple, dict
             if (better := max(near, key=lambda place: accuracy(pooling, place))) == best:
                 break
             best = better
-    return max(tried, key=tried.get), tried
+    chosen = max(tried, key=tried.get)
+    return chosen, [
+        dict(pooling=p, lr=float(rate), accuracy=round(a, 4), chosen=chosen == (p, rate))
+        for (p, rate), a in tried.items()
+    ]
 
 
-def score_all(work: Path, models: Path, names, tasks, glue: Path, setting: tuple) -> list[dict]:
-    "Each model on each task, once for each seed. `names`: what to call it, and its folders' name."
-    out = []
-    for called, name in names.items():
+def words_of(setting: tuple, seed: int, trials: int) -> list[str]:
+    pooling, rate = setting
+    words = f"eval.classifier_pooling={pooling} eval.lr={rate} seed={seed} eval.trials={trials}"
+    return words.split()
+
+
+def one(score: dict) -> dict:
+    "What is logged of a task."
+    values = [round(v, 4) for v in score["values"]]
+    baseline = round(score["baseline"], 4)
+    return dict(task=score["name"], metric=score["metric"], baseline=baseline, values=values)
+
+
+def exam(models: Path, glue: Path, work: Path, commit: str) -> dict:
+    "Each arm on each task, one fine-tuning for each of its pretrainings."
+    apart, chosen, scores = hold_back(glue, work / "mnli_held_back"), [], []
+    for seed in SEEDS:
+        untrain(models, seed)
+    for arm in ARMS:
+        best, tried = choose(work, models / f"{arm}_0", apart)
+        chosen += [dict(arm=arm, **row) for row in tried]
         for seed in SEEDS:
-            words = f"eval.classifier_pooling={setting[0]}", f"eval.lr={setting[1]}", f"seed={seed}"
-            model = f"{name}_{seed}"
-            for s in evaluate(work, model, models / model, ",".join(tasks), glue, *words):
-                one = dict(task=s["name"], metric=s["metric"], baseline=round(s["baseline"], 4))
-                out.append(dict(model=called, seed=seed, **one, value=round(s["values"][0], 4)))
-    return out
+            name = f"{arm}_{seed}"
+            found = evaluate(work, name, models / name, TASKS, glue, MOST, *words_of(best, seed, 1))
+            scores += [dict(model=arm, seed=seed, **one(s)) for s in found]
+    how = dict(protocol="eval=GLUE_sane", train_rows=MOST, held_back=HELD_BACK)
+    return dict(date=date.today().isoformat(), commit=commit, **how, chosen=chosen, arms=scores)
 
 
-def main(models: Path, texts: Path, glue: Path, work: Path, commit: str) -> dict:
-    apart, chosen, scores, settings = hold_back(glue, work / "mnli_held_back"), [], [], {}
-    for arm, name in ARMS.items():
-        best, tried = choose(work, models, name, apart)
-        for (pooling, rate), accuracy in tried.items():
-            one = dict(arm=arm, pooling=pooling, lr=float(rate), accuracy=round(accuracy, 4))
-            chosen.append(dict(one, chosen=best == (pooling, rate)))
-        scores += score_all(work, models, {arm: name}, TASKS, glue, best)
-        settings[arm] = best
-    return dict(
-        date=date.today().isoformat(),
-        commit=commit,
-        protocol="eval=GLUE_sane",
-        train_rows=MOST,
-        held_back=HELD_BACK,
-        chosen=chosen,
-        arms=scores,
-        texts=score_all(work, texts, TEXTS, TEXT_TASKS, glue, settings["modern"]),
-    )
+def vocabulary(models: Path, glue: Path, work: Path, commit: str) -> dict:
+    "MNLI with each vocabulary, three trials."
+    log = read_data("figures.json")
+    scores = [
+        dict(vocab_size=int(n), **one(score))
+        for n in VOCABULARIES
+        for score in evaluate(
+            work, n, models / f"{n}_0", ["mnli"], glue, MOST, *words_of(SHORT, 0, 3)
+        )
+    ]
+    return log | dict(scores=scores, scores_commit=commit)
+
+
+def night(model: Path, glue: Path, work: Path, commit: str) -> dict:
+    "Six tasks, all rows, five trials."
+    every, apart = 10**9, hold_back(glue, work / "mnli_held_back")
+    best, tried = choose(work, model, apart)
+    found = evaluate(work, "night", model, TASKS, glue, every, *words_of(best, 0, 5))
+    scores = [one(score) for score in found]
+    return read_data("night.json") | dict(chosen=tried, scores=scores, scores_commit=commit)
 
 
 if __name__ == "__main__":
-    *folders, commit = sys.argv[1:]
-    text = json.dumps(main(*map(Path, folders), commit), indent=1)
-    print(re.sub(r"\{\s+([^][{}]*?)\s+\}", lambda m: f"{{{' '.join(m[1].split())}}}", text))
+    series, *folders, commit = sys.argv[1:]
+    log = dict(exam=exam, vocabulary=vocabulary, night=night)[series](*map(Path, folders), commit)
+    in_one_line = lambda found: " ".join(found[0].split())
+    print(re.sub(r"\{[^][{}]*\}|\[[^][{}]*\]", in_one_line, json.dumps(log, indent=1)))
