@@ -29,6 +29,7 @@ from .run.run import wants_local
 from .run.runs import finished, read_recipe, run_folder
 from .run.plan import Plan, describe, expected_loss, plan_here, show_hours
 from .text.store import store_folder
+from .train.checkpoint import checkpoints
 from .train.distributed import join_world, share
 
 # %% ../nbs/library/cram.ipynb #314ada62
@@ -51,13 +52,15 @@ def _plan_of(
     recipe: Recipe,  # of a run
     corpus: Corpus,  # its text
     processes: int = 1,  # that share it
-) -> Plan | None:  # None where a run is done in no time
+) -> Plan | None:  # None where a run is done in no time, or has begun
     "The plan of a run, with a rate that is measured in a second or two."
+    folder = run_folder(recipe)
+    begun = finished(folder) or checkpoints(folder / 'checkpoints')
     t, V, T = recipe.train, corpus.vocab_size, recipe.data.seq_length
     tokens = dict(tokens=t.max_tokens, updates=t.max_updates * t.batch_size * T)
     work = tokens.get(t.progress, 1e99) * flops_per_token(recipe.arch, V, T, t.mlm_probability)
     short = work < _LITTLE or (t.progress == 'time' and recipe.budget < _SHORT)
-    if short or (finished(run_folder(recipe)) and not recipe.fresh):
+    if short or (begun and not recipe.fresh):
         return None
     plan = plan_here(recipe, pick_device(recipe.impl), V, len(corpus.rows), processes)
     return plan if plan.hours >= _SHORT else None

@@ -239,9 +239,10 @@ def test_a_short_run_measures_nothing(words, measured, tmp_path):
     assert planned([f"base_dir={tmp_path}", *words]) == [] and measured == []
 
 
-def test_a_finished_run_is_not_planned_again(measured, tmp_path):
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old/pretrain.json").write_text("{}")
+@pytest.mark.parametrize("left", ["pretrain.json", "checkpoints/update_00000007/state.json"])
+def test_a_run_that_is_over_or_goes_on_is_not_planned_again(left, measured, tmp_path):
+    (tmp_path / "old" / left).parent.mkdir(parents=True)
+    (tmp_path / "old" / left).write_text("{}")
     assert planned([f"base_dir={tmp_path}", "name=old", "budget=24"]) == [] and measured == []
 
 

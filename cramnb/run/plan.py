@@ -439,7 +439,7 @@ def _budget(plan):
 # %% ../../nbs/library/run/plan.ipynb #3ca585af
 def _speed(plan):
     "Tokens a second, and how they are known."
-    how = plan.how or f'{SHARE:.0%} of the peak, not measured'
+    how = plan.how or f'{SHARE:.0%} of the peak, as on an RTX A6000; not measured'
     return f'{plan.rate:,.0f} tokens a second ({how})'
 
 # %% ../../nbs/library/run/plan.ipynb #e2739a13
