@@ -109,18 +109,29 @@ def one(score: dict) -> dict:
 
 def exam(models: Path, glue: Path, work: Path, commit: str) -> dict:
     "Each arm on each task, one fine-tuning for each of its pretrainings."
-    apart, chosen, scores = hold_back(glue, work / "mnli_held_back"), [], []
+    apart, chosen, tasks = hold_back(glue, work / "mnli_held_back"), [], {}
     for seed in SEEDS:
         untrain(models, seed)
     for arm in ARMS:
         best, tried = choose(work, models / f"{arm}_0", apart)
         chosen += [dict(arm=arm, **row) for row in tried]
         for seed in SEEDS:
-            name = f"{arm}_{seed}"
-            found = evaluate(work, name, models / name, TASKS, glue, MOST, *words_of(best, seed, 1))
-            scores += [dict(model=arm, seed=seed, **one(s)) for s in found]
-    how = dict(protocol="eval=GLUE_sane", train_rows=MOST, held_back=HELD_BACK)
-    return dict(date=date.today().isoformat(), commit=commit, **how, chosen=chosen, arms=scores)
+            name, words = f"{arm}_{seed}", words_of(best, seed, 1)
+            for score in map(one, evaluate(work, name, models / name, TASKS, glue, MOST, *words)):
+                value = score.pop("values")
+                tasks.setdefault(score.pop("task"), score).setdefault(arm, []).extend(value)
+    runs = map(json.loads, models.with_suffix(".jsonl").read_text().splitlines())
+    kept = "arm", "seed", "minutes", "tokens", "parameters", "unseen"
+    return dict(
+        date=date.today().isoformat(),
+        commit=commit,
+        protocol="eval=GLUE_sane",
+        train_rows=MOST,
+        held_back=HELD_BACK,
+        pretraining=[{key: run[key] for key in kept} for run in runs],
+        chosen=chosen,
+        tasks=tasks,
+    )
 
 
 def vocabulary(models: Path, glue: Path, work: Path, commit: str) -> dict:
