@@ -121,7 +121,7 @@ def exam(models: Path, glue: Path, work: Path, commit: str) -> dict:
                 value = score.pop("values")
                 tasks.setdefault(score.pop("task"), score).setdefault(arm, []).extend(value)
     runs = map(json.loads, models.with_suffix(".jsonl").read_text().splitlines())
-    kept = "arm", "seed", "minutes", "tokens", "parameters", "unseen"
+    kept = "arm seed minutes unseen tokens tokens_per_second parameters curve".split()
     return dict(
         date=date.today().isoformat(),
         commit=commit,
