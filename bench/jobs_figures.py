@@ -1,7 +1,7 @@
 """The jobs of the lab's page on the paper's figures, for `bench/arms.py`, 23 processor minutes:
 `python bench/jobs_figures.py WORDS > jobs.jsonl`, where WORDS name the text as in `jobs_fair.py`.
 `python bench/log_fair.py results.jsonl COMMIT > nbs/data/figures.json` commits what they write;
-`python bench/log_scores.py vocabulary MODELS GLUE WORK` adds the scores."""
+`python -m bench.log_scores vocabulary MODELS GLUE WORK` adds the scores."""
 
 import json
 import sys

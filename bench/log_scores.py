@@ -1,9 +1,9 @@
-"""Scores of kept models, as a log: `python bench/log_scores.py SERIES MODELS GLUE WORK COMMIT`.
+"""Scores of kept models, as a log: `python -m bench.log_scores SERIES MODELS GLUE WORK COMMIT`.
 
 SERIES is `exam` (scores.json), `vocabulary` (into figures.json) or `night` (into night.json).
-MODELS has a folder NAME_SEED for each model, as `bench/arms.py` saves them; of the night it is the
-checkpoint. GLUE has the six tasks. Pooling and rate are chosen on training rows of MNLI that are
-held back. What is found in WORK is not computed again.
+MODELS has a folder NAME_SEED for each model, as `bench/arms.py` saves them; for `night` it is the
+folder of the run, whose corpus lies where the run had it. GLUE has the six tasks. Pooling and rate
+are chosen on training rows of MNLI that are held back. What is found in WORK is not computed again.
 """
 
 import gzip
@@ -17,7 +17,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
+from bench.arms import unseen_loss
 from cramnb.core import read_data
+from cramnb.run.run import make_loop
+from cramnb.run.runs import read_log, read_recipe
+from cramnb.text.store import Corpus
 
 ARMS = "untrained", "faithful", "quick"
 VOCABULARIES = "4096", "8192", "16384", "32768"
@@ -147,13 +151,39 @@ def vocabulary(models: Path, glue: Path, work: Path, commit: str) -> dict:
     return log | dict(scores=scores, scores_commit=commit)
 
 
-def night(model: Path, glue: Path, work: Path, commit: str) -> dict:
+def pretraining(run: Path) -> dict:
+    "What a finished run took, and how it went; `unseen` is its loss on rows that chose nothing."
+    ended, recipe = json.loads((run / "pretrain.json").read_text()), read_recipe(run)
+    rows, corpus = read_log(run / "metrics.jsonl"), Corpus.build(recipe.data, recipe.impl.path)
+    if corpus.fingerprint != ended["corpus"]:
+        sys.exit(f"{corpus.folder} is not the corpus of {run}.")
+    trainer = make_loop(recipe, AutoModelForMaskedLM.from_pretrained(run / "model"), corpus)
+    held = [row for row in rows if "heldout" in row]
+    steps = [rows[i : i + 100] for i in range(0, len(rows), 100)]
+    mean = lambda part: round(sum(r["loss"] for r in part) / len(part), 4)
+    kept = "updates tokens seconds epochs tokens_per_second parameters flops torch".split()
+    return dict(
+        {key: ended[key] for key in kept},
+        **{key: round(ended[key], 4) for key in ("heldout", "unigram")},
+        unseen=unseen_loss(trainer, corpus),
+        curve=[[round(r["elapsed"]), r["tokens"], round(r["heldout"], 4)] for r in held],
+        training=[[round(part[-1]["elapsed"]), mean(part)] for part in steps],
+    )
+
+
+def night(run: Path, glue: Path, work: Path, commit: str) -> dict:
     "Six tasks, all rows, five trials."
     every, apart = 10**9, hold_back(glue, work / "mnli_held_back")
-    best, tried = choose(work, model, apart)
-    found = evaluate(work, "night", model, TASKS, glue, every, *words_of(best, 0, 5))
-    scores = [one(score) for score in found]
-    return read_data("night.json") | dict(chosen=tried, scores=scores, scores_commit=commit)
+    best, tried = choose(work, run / "model", apart)
+    scores = [
+        one(score)
+        for task in TASKS
+        for score in evaluate(
+            work, f"night_{task}", run / "model", [task], glue, every, *words_of(best, 0, 5)
+        )
+    ]
+    log = read_data("night.json") | dict(run=pretraining(run), chosen=tried)
+    return log | dict(scores=scores, scores_commit=commit)
 
 
 if __name__ == "__main__":
