@@ -384,10 +384,11 @@ def plan_run(
     return Plan(recipe, card, parts, flops, memory, micro, room, rate, how, tokens, rows)
 
 # %% ../../nbs/library/run/plan.ipynb #6e0198a4
-@cache
-def bert_flops() -> float:
-    "The arithmetic of BERT-base as published, whose code decodes masked positions only."
-    bert, V, p = preset('arch', 'hf-bert-base'), 30_522, 0.15
+def bert_flops(
+    arch: Arch | None = None,  # another size; None: BERT-base
+) -> float:
+    "The arithmetic of BERT as published (1810.04805, A.2); its code decodes masked positions only."
+    bert, V, p = arch or preset('arch', 'hf-bert-base'), 30_522, 0.15
     head = 6 * bert.hidden_size * (bert.hidden_size + V)  # dense layer and decoder, of a token
     each = lambda T: flops_per_token(bert, V, T, p) - (1 - p) * head
     return 1_000_000 * 256 * (0.9 * 128 * each(128) + 0.1 * 512 * each(512))
