@@ -1,32 +1,27 @@
 """A night on two cores: `python bench/night.py data.files=wiki.jsonl.gz impl.path=corpora`.
 
-Trains as `cramnb pretrain` does, and goes on where it was stopped. Its six hours are twelve of
-processor time, counted inside updates only: what else the machine does takes nothing from them.
-Set OMP_WAIT_POLICY=PASSIVE, or threads that wait for a busy core spin, and are charged for it.
+Trains as `cramnb pretrain` does, and goes on where it was stopped. Six hours are counted inside
+updates only. Set OMP_WAIT_POLICY=PASSIVE, or threads that wait for a busy core spin.
 The size is the law's (LAB.md, 24 November 2026); `python bench/night.py forecast` prints it.
 """
 
 import sys
-import time
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from cramnb.cli import main
 from cramnb.core import read_data
 from cramnb.recipe import preset
-from cramnb.run import run
 from cramnb.run.plan import fit_law, parameters_by_part
 
-THREADS = 2
 TEXT = "data=files data.vocab_size=8192 data.heldout=0.01"
 RECIPE = (
     "arch=tiny train=tiny train.mlm_probability=0.35 train.muon_lr=0.012 train.lr=8e-3 "
     "train.batch_size=64 train.eval_rows=1024"
 )
 MACHINE = (
-    f"impl.threads={THREADS} impl.precision=bfloat16 impl.attn_implementation=eager "
+    "impl.threads=2 impl.precision=bfloat16 impl.attn_implementation=eager "
     "impl.microbatch_size=64 impl.save_every=5"
 )
 
@@ -52,8 +47,6 @@ def forecast(runs: list[dict], depth: int, width: int, tokens: float) -> tuple[f
 
 
 def train(*words: str) -> int:
-    clock = lambda: time.process_time() / THREADS
-    run.parallelise = partial(run.parallelise, clock=clock)
     size = [f"arch.{k}={v}" for k, v in shape(4, 384).items()]
     given = f"name=night budget=6 seed=0 {TEXT} {RECIPE} {MACHINE}".split()
     return main(["pretrain", *given, *size, *words])
