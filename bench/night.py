@@ -2,7 +2,7 @@
 
 Trains as `cramnb pretrain` does, and goes on where it was stopped. Six hours are counted inside
 updates only. Set OMP_WAIT_POLICY=PASSIVE, or threads that wait for a busy core spin.
-The size is the law's (LAB.md, 24 November 2026); `python bench/night.py forecast` prints it.
+The size is the law's (LAB.md, 25 November 2026); `python bench/night.py forecast` prints it.
 """
 
 import sys
@@ -47,7 +47,7 @@ def forecast(runs: list[dict], depth: int, width: int, tokens: float) -> tuple[f
 
 
 def train(*words: str) -> int:
-    size = [f"arch.{k}={v}" for k, v in shape(4, 384).items()]
+    size = [f"arch.{k}={v}" for k, v in shape(4, 256).items()]
     given = f"name=night budget=6 seed=0 {TEXT} {RECIPE} {MACHINE}".split()
     return main(["pretrain", *given, *size, *words])
 
