@@ -17,7 +17,7 @@ SHAPES = (
 )
 VARIANTS = {
     "three layers": "arch.num_hidden_layers=3",
-    "gated MLP": "arch.hidden_act=gelu arch.intermediate_size=384",
+    "plain MLP": "arch.hidden_act=gelu arch.intermediate_size=384",
     "norms after": "arch.norm_placement=post",
     "learned positions": "arch.position_embedding_type=learned",
     "RMSNorm": "arch.norm_type=RMSNorm",
