@@ -149,7 +149,7 @@ def pack_rows(
     seq_length: int = 128,  # T
 ) -> tuple[np.ndarray, np.ndarray]:  # uint16 (n, T) rows, and the tokens left over
     "Lay documents end to end and cut the stream into rows."
-    stream = np.concatenate([[], *documents]).astype(np.uint16)
+    stream = np.concatenate([np.array([], int), *documents]).astype(np.uint16)
     n = len(stream) // seq_length
     return stream[: n * seq_length].reshape(n, seq_length), stream[n * seq_length :]
 
