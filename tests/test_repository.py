@@ -201,6 +201,8 @@ def test_a_library_notebook_is_a_module_and_no_other_is():
 def test_outputs_are_stored_and_sound(path):
     outputs = [o for c in cells(path, "code") for o in c["outputs"]]
     assert outputs, "no stored outputs"
+    told = [c for c in cells(path, "code") if "code-summary: From the log" in "".join(c["source"])]
+    assert all(c["outputs"] for c in told), "a table is announced and not shown"
     assert not [o for o in outputs if o["output_type"] == "error"], "a stored error"
     assert not [o for o in outputs if o.get("name") == "stderr"], "a stored warning"
     assert "widgets" not in json.loads(path.read_text(encoding="utf-8"))["metadata"]
