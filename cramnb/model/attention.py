@@ -123,13 +123,13 @@ class Attention(nn.Module):
 # %% ../../nbs/library/model/attention.ipynb #ba62b3a6
 def check_attention(
     implementation: str,  # 'sdpa', 'eager', 'flash_attention_2', 'flex_attention'
-    device: str,  # 'cpu' or 'cuda'
+    device: str,  # 'cpu', 'cuda' or 'mps'
     precision: str,  # 'float32', 'bfloat16', 'float16'
     dropout: float = 0.0,  # on attention weights while training; fine-tuning has it
 ):
     "Refuse a combination that fails in the first batch. Raises CramError with what to choose."
     problem = ''
-    if implementation == 'flash_attention_2' and (device == 'cpu' or precision == 'float32'):
+    if implementation == 'flash_attention_2' and (device != 'cuda' or precision == 'float32'):
         problem = f'needs a CUDA GPU and bfloat16 or float16, not {device} and {precision}'
     elif implementation == 'flash_attention_2' and not is_flash_attn_2_available():
         problem = 'needs the package flash-attn: pip install cramnb[flash]'

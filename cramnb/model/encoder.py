@@ -3,9 +3,9 @@
 The encoder of crammed-BERT as a transformers model: configuration, embeddings with five kinds of
 positions, norms, gated MLP, and layers that add to a residual stream. Every architectural choice
 is a named switch of `CrammedBertConfig`, and a value that is not supported is refused with the
-nearest valid one. `CrammedBertModel` maps token ids to one vector a token; documents of one row
-can be kept apart, fresh weights follow one of six schemes, and with `zero_init_residual` the
-fresh model is the identity.
+nearest valid one. `CrammedBertModel` maps token ids to one vector per token; documents of one row
+can be kept apart, fresh weights follow one of six schemes, and with `zero_init_residual` fresh
+layers change nothing, unless norms come after the additions.
 
 Docs: https://cramnb.github.io/cramnb/library/model/encoder.html.md"""
 
@@ -27,7 +27,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization as in
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import Attention, RMSNorm, rotary_tables, rows_at
@@ -303,7 +302,6 @@ class CrammedBertModel(CrammedBertPreTrainedModel):
     def set_input_embeddings(self, value):
         self.embeddings.word_embeddings = value
 
-    @can_return_tuple
     @capture_outputs
     def forward(
         self,
@@ -315,7 +313,7 @@ class CrammedBertModel(CrammedBertPreTrainedModel):
         document_ids: Tensor | None = None,  # (B, T): tokens see those of their own number only
         asked: Tensor | None = None,  # (B, k): positions whose vectors are wanted (None: all)
         **kwargs,
-    ) -> BaseModelOutput:  # last_hidden_state (B, T or k, D); hidden_states: before each layer, it
+    ) -> BaseModelOutput:  # last_hidden_state (B, T or k, D); also the input of each layer
         "Read a batch. Raises CramError for ids and vectors at once."
         if (input_ids is None) == (inputs_embeds is None):
             raise CramError("Give either input_ids or inputs_embeds.")

@@ -16,6 +16,7 @@ __all__ = ['HeadTransform', 'linear_cross_entropy', 'CrammedBertForMaskedLM', 'b
            'CrammedBertForQuestionAnswering', 'CrammedBertForMultipleChoice', 'register']
 
 # %% ../../nbs/library/model/mlm.ipynb #dfc7dd03
+import math
 import warnings
 
 import torch
@@ -110,7 +111,9 @@ def linear_cross_entropy(
     else:
         parts = zip(hidden.split(chunk_size), labels.split(chunk_size))
         total = sum(F.cross_entropy(decoder(h).float(), y, reduction='sum') for h, y in parts)
-    return total / (labels != -100).sum(), None
+    asked = (labels != -100).sum()
+    loss = total / asked.clamp(min=1)
+    return torch.where(asked > 0, loss, math.nan), None  # a plain nan: no gradient is one
 
 # %% ../../nbs/library/model/mlm.ipynb #923b1875
 class CrammedBertForMaskedLM(CrammedBertPreTrainedModel):
@@ -149,7 +152,7 @@ class CrammedBertForMaskedLM(CrammedBertPreTrainedModel):
     ) -> outputs.MaskedLMOutput:  # logits (B, T, V) or (B, k, V), None where the loss is chunked
         given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
         given |= dict(document_ids=document_ids, asked=masked_positions)
-        out = self.model(input_ids, attention_mask, **given, **kwargs)
+        out = self.model(input_ids, attention_mask, return_dict=True, **given, **kwargs)
         hidden = out.last_hidden_state  # (B, T, D), or (B, k, D)
         if masked_positions is not None and labels is not None:
             labels = labels.gather(1, masked_positions)
@@ -198,7 +201,7 @@ def build_model(
 def count_parameters(
     model: nn.Module,  # any, also on the meta device
 ) -> int:  # each tied matrix once
-    "The number of trainable numbers."
+    "How many numbers the weights hold."
     return sum(p.numel() for p in model.parameters())
 
 # %% ../../nbs/library/model/mlm.ipynb #2caed8fa
@@ -208,7 +211,7 @@ def flops_per_token(
     seq_length: int,  # T
     mlm_probability: float,  # share of tokens that reach the decoder
 ) -> float:  # forward and backward, multiply and add counted apart
-    "Arithmetic of one training token: matrices, attention, decoder on the hidden share."
+    "Arithmetic of a training token, every layer in full; the decoder on the hidden share."
     D, wide, bert = arch.hidden_size, arch.intermediate_size, arch.model_type == 'bert'
     narrow = wide // 2 if arch.hidden_act in GATED else wide
     layer = 2 * (4 * D * D + D * wide + narrow * D) + 4 * seq_length * D
@@ -224,6 +227,7 @@ def pool(
     how: str,  # 'first', 'mean', 'max', or 'mean-with-padding' (the original's)
 ) -> Tensor:  # (B, D); zeros for a text without tokens
     "One vector for a text; padding counts only where the name says so. Raises CramError."
+    Arch(classifier_pooling=how)  # refuses a name that is not there
     if how == 'first':
         return hidden[:, 0]
     if how == 'mean-with-padding' or attention_mask is None:
@@ -301,7 +305,8 @@ class _Classification(CrammedBertPreTrainedModel):
         **kwargs,
     ):  # the `Output` of the subclass
         given = dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
-        out = self.model(input_ids, attention_mask, document_ids=document_ids, **given, **kwargs)
+        given |= dict(document_ids=document_ids, return_dict=True)
+        out = self.model(input_ids, attention_mask, **given, **kwargs)
         logits = self.classifier(self.read(out.last_hidden_state, attention_mask, input_ids))
         loss = None if labels is None else self.loss(logits, labels)
         seen = dict(hidden_states=out.hidden_states, attentions=out.attentions)
@@ -366,7 +371,7 @@ class CrammedBertForMultipleChoice(_Classification):
         given = dict(input_ids=input_ids, attention_mask=attention_mask)
         given |= dict(position_ids=position_ids, inputs_embeds=inputs_embeds)
         given = {name: x.flatten(0, 1) for name, x in given.items() if x is not None}
-        out = super().forward(**given, **kwargs)
+        out = super().forward(return_dict=True, **given, **kwargs)
         n = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
         out.logits = out.logits.view(-1, n)
         out.loss = None if labels is None else F.cross_entropy(out.logits.float(), labels)

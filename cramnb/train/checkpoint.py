@@ -30,8 +30,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from ..core import CramError, Damaged, fingerprint, read_json, record, remove, whole
-from ..core import write_json
+from ..core import CramError, Damaged, OtherVersion, fingerprint, read_json, record, remove
+from ..core import whole, write_json
 from .loop import TrainState, Loop
 
 # %% ../../nbs/library/train/checkpoint.ipynb #bd99a715
@@ -144,7 +144,9 @@ def _write(folder, trainer, extra, heldout, identity):
     files = {p.name: fingerprint(p) for p in sorted(folder.iterdir())}
     state = dict(state=asdict(trainer.state), optimizer=nest, scaler=trainer.scaler.state_dict())
     state |= dict(files=files, versions=computing(trainer))
-    state |= dict(extra=extra, heldout=heldout, identity=identity)
+    finite = heldout if heldout is not None and math.isfinite(heldout) else None
+    identity = identity | dict(optimizer=trainer.train.optimizer)
+    state |= dict(extra=extra, heldout=finite, identity=identity)
     write_json(folder / 'state.json', state | dict(digest=fingerprint(state)))
 
 # %% ../../nbs/library/train/checkpoint.ipynb #c0aec1fe
@@ -157,6 +159,9 @@ def save_checkpoint(
     identity: dict | None = None,  # name -> fingerprint of what the run depends on, as the corpus
 ) -> Path:  # the new checkpoint
     "Write everything beside, flush, then rename. Raises DiskFull, or CramError."
+    if keep < 1:
+        raise CramError(f"keep={keep} would delete the checkpoint itself: give 1 or more.")
+    folder = Path(folder)
     path = folder / f'update_{trainer.state.update:08d}'
     for scrap in folder.glob('update_*.tmp'):
         remove(scrap)  # of a process that was killed while writing
@@ -170,7 +175,7 @@ def checkpoints(
     folder: Path,  # of all checkpoints of a run
 ) -> list[Path]:  # oldest first
     "Finished checkpoints; what was being written when the machine died has another name."
-    found = folder.glob('update_*')
+    found = Path(folder).glob('update_*')
     return sorted(p for p in found if re.fullmatch(r'update_\d+', p.name) and p.is_dir())
 
 # %% ../../nbs/library/train/checkpoint.ipynb #548ed6db
@@ -179,6 +184,8 @@ def _state(checkpoint):
     path = checkpoint / 'state.json'
     try:
         return read_json(path, SavedState) if path.is_file() else None
+    except OtherVersion:
+        raise  # nothing in it is broken
     except Damaged:
         return None
 
@@ -241,7 +248,7 @@ def restore(
 ) -> dict:  # the extra values
     "Put back all that was saved. Raises CramError for another run, corpus or model."
     meta = read_json(checkpoint / 'state.json', SavedState)
-    for what, value in (identity or {}).items():
+    for what, value in ((identity or {}) | dict(optimizer=trainer.train.optimizer)).items():
         was = meta['identity'].get(what, value)
         if was != value:
             problem = f"{checkpoint} was written with another {what} ({was}, now {value})"
@@ -265,8 +272,8 @@ def restore(
     other = [f"{k} {was[k]} (now {now[k]})" for k in now if was.get(k, now[k]) != now[k]]
     if other:
         say(
-            f"{checkpoint.name} was written with {', '.join(other)}: the run goes on, as good, "
-            "and not to the last bit as it would have."
+            f"{checkpoint.name} was written with {', '.join(other)}: the run goes on just "
+            "as well, but not to the last bit as it would have."
         )
     return meta['extra']
 
@@ -299,7 +306,7 @@ class CheckpointManager:
     folder: Path  # of all checkpoints of the run
     trainer: Loop  # what is saved
     keep: int = 2  # how many stay
-    keep_best: bool = True  # and besides the one with the lowest held-out loss
+    keep_best: bool = True  # and, besides these, the one with the lowest held-out loss
     say: Callable = print  # told when saving fails
     extra: Callable[[], dict] = dict  # plain values to keep beside, asked for at each save
     identity: dict = field(default_factory=dict)  # of `save_checkpoint`

@@ -41,7 +41,7 @@ _SOURCES = {  # where it stands: card, dense 16-bit TFLOP/s (sums in 32 bits), G
     'HGX data sheet': 'B200 2250 180',
     'Hopper white paper': 'H200 989.4 141, GH200 989.4 96, H100 989.4 80',
     'data sheet': 'H100 PCIE 756.5 80, H200 NVL 835.5 141, H100 NVL 835.5 94, '
-    'A100 312 80, A40 149.7 48, '
+    'A100 312 40, A40 149.7 48, '
     'A30 165 24, A10 125 24, L4 121 24, L40 181 48, L40S 362 48, T4 65 16, V100 125 16, '
     'V100 PCIE 112 16, RTX A5000 111.1 24',
     'GA102 white paper': 'RTX A6000 154.8 48',
@@ -255,7 +255,7 @@ def _fill_up(
     batch: MaskedBatch,  # of a smaller pass
     rows: int,  # that it shall have
 ) -> MaskedBatch:
-    "Repeat the last row, asked nothing, until a pass has the shape of all others."
+    "Repeat the last row, with nothing to answer, until the pass has the shape of all others."
     more = rows - len(batch.input_ids)
     nothing = torch.full_like(batch.labels[-1:], -100).expand(more, -1)
     longer = [t if t is None else torch.cat([t, t[-1:].expand(more, -1)]) for t in batch]
@@ -292,7 +292,7 @@ class MaybeCompiled:
         reason = f'{type(error).__name__}: {(str(error).splitlines() or [""])[0][:100]}'
         self.say(
             f"torch.compile did not work here ({reason}): training goes on without it, "
-            "slower. impl.compile_torch=False leaves it out."
+            "slower. impl.compile_torch=false leaves it out."
         )
         return True
 

@@ -102,7 +102,7 @@ def _own_rows(
     batch: MaskedBatch,  # of the whole pass, the same on all processes
     rank: int,  # of this process
     size: int,  # processes in all
-) -> MaskedBatch:  # every `size`-th part of its rows, in order
+) -> MaskedBatch:  # one of `size` blocks of its rows, the one of this rank
     "The rows of a pass that one process computes on."
     return MaskedBatch(*(None if t is None else t.chunk(size)[rank] for t in batch))
 
@@ -110,7 +110,7 @@ def _own_rows(
 class _ShareOfLoss(nn.Module):
     "The loss of own rows; its mean over the processes is the loss of the whole pass."
 
-    def __init__(self, model: nn.Module, loss: Callable, world):  # a World, of the next section
+    def __init__(self, model: nn.Module, loss: Callable, world: World):
         super().__init__()
         self.model, self.loss, self.world = model, loss, world
 
@@ -192,9 +192,9 @@ def dist_env() -> dict[str, int]:  # rank, local_rank, size, local_size
     told = {key: os.environ.get(key, size) for key in keys}
     wrong = [f'{key}={v}' for key, v in told.items() if not v.isdecimal()]
     if missing or wrong:
-        what = f"{', '.join(missing)} is not" if missing else f"{', '.join(wrong)} is no number"
+        what = f"not {', '.join(missing)}" if missing else f"{', '.join(wrong)} is no number"
         raise CramError(
-            f"WORLD_SIZE={size} is set, and {what}: start several processes with torchrun, or "
+            f"WORLD_SIZE={size} is set, but {what}: start several processes with torchrun, or "
             "unset WORLD_SIZE."
         )
     return dict(zip(names, map(int, told.values()), strict=True))

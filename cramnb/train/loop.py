@@ -137,6 +137,9 @@ def _share_spent(
     unit = train.progress
     spent = dict(time=state.elapsed, tokens=state.tokens, updates=state.update)[unit]
     whole = dict(time=budget * 3600, tokens=train.max_tokens, updates=train.max_updates)[unit]
+    if whole <= 0:
+        what = 'a budget' if unit == 'time' else f'train.max_{unit}'
+        raise CramError(f"train.progress={unit} needs {what} of more than zero.")
     return spent / whole
 
 # %% ../../nbs/library/train/loop.ipynb #0710d8be
@@ -243,8 +246,8 @@ def replay(
 ) -> list[dict]:  # one row of numbers per update; the model has moved
     "Drive the trainer through recorded passes, for parity with another engine. Raises CramError."
     passes = [MaskedBatch(*both, None) for both in passes]
-    if not 1 <= per_update <= len(passes):
-        raise CramError(f"per_update={per_update} and {len(passes)} passes do not make one update.")
+    if not 1 <= per_update <= len(passes) or len(passes) % per_update:
+        raise CramError(f"{len(passes)} passes do not make updates of per_update={per_update}.")
     rows, updates = len(passes[0].labels), len(passes) // per_update
     fixed = dict(average='passes', batch_size_ramp=0.0, progress='updates', max_updates=updates)
     train = replace(train, batch_size=rows * per_update, **fixed)
@@ -296,9 +299,10 @@ def masked_rows(
 
     def batches(start, n, number, x):
         rows = torch.from_numpy(corpus.batch(start, n, seed).astype('int32'))
-        how.update(mlm_probability=mask_rate_at(x, start=first, end=last))
+        rate = mask_rate_at(x, start=first, end=last)
         draw = microbatch_generator(seed, number, device)
-        return mask_tokens(rows.to(device, non_blocking=True), generator=draw, **how)
+        given = dict(mlm_probability=rate, generator=draw)
+        return mask_tokens(rows.to(device, non_blocking=True), **given, **how)
 
     return batches
 
@@ -314,7 +318,7 @@ def spread_rows(
 def heldout_batches(
     corpus: Corpus,  # where the rows come from
     train: Train,  # reads eval_rows
-    mlm_probability: float = 0.15,  # the same for all recipes, so that losses compare
+    mlm_probability: float = 0.15,  # the same for all recipes, so that losses can be compared
 ) -> list[MaskedBatch]:
     "Held-out rows, spread over all held-out text, under fixed masks."
     chosen = spread_rows(len(corpus.heldout), train.eval_rows)

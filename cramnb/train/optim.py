@@ -83,6 +83,10 @@ class Muon(AveragingOptimizer):
     def __init__(self, params, lr=0.02, momentum=0.95, weight_decay=0.0, polynomial=_orthogonalise):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.polynomial = polynomial
+        if any(p.ndim != 2 for group in self.param_groups for p in group['params']):
+            raise CramError(
+                "Muon is for matrices: give the rest to AdamW, as build_optimizer does."
+            )
 
     def move(self, params: list[Tensor], group: dict):
         for shape, pairs in self.by_shape(params, group['momentum']).items():

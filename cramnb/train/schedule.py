@@ -1,7 +1,7 @@
 """Learning rate and batch size as functions of the share of the budget that is spent
 
 Learning rate and batch size as functions of the share of the budget that is spent. `lr_factor`
-gives sixteen shapes that never go below zero, under every name the original has for them, and
+gives fifteen shapes that never go below zero, under every name the original has for them, and
 eleven of them agree with it to four digits. `batch_size_at` grows the batch in whole passes, and
 `microbatches` cuts a batch into passes whose sizes sum to it.
 
@@ -25,7 +25,7 @@ def _warm(x, w):
 # %% ../../nbs/library/train/schedule.ipynb #48202890
 def _fall(x, c):
     "1 until the last share c, then straight down to 0."
-    return min(1.0, (1 - x) / c) if c else float(x < 1)
+    return min(1.0, (1 - x) / c) if c else 1.0
 
 # %% ../../nbs/library/train/schedule.ipynb #05a9621a
 def _triangle(x, base, peak):
@@ -34,8 +34,8 @@ def _triangle(x, base, peak):
 
 # %% ../../nbs/library/train/schedule.ipynb #2a43d374
 def _after(x, w):
-    "The share of the time after warm-up."
-    return min(max((x - w) / (1 - w), 0.0), 1.0) if w < 1 else float(x >= 1)
+    "The share of the time after warm-up that has passed."
+    return (x - w) / (1 - w) if w < 1 else float(x >= 1)
 
 # %% ../../nbs/library/train/schedule.ipynb #96261b75
 def _cosine(x, w):
@@ -56,12 +56,12 @@ def _inverse_sqrt(x, w, c):
     w = w or 1e-3  # the original divides by zero without warm-up
     at = min(x, 1 - c)
     height = _warm(at, w) if at < w else math.sqrt(w / at)
-    return height if x <= 1 - c else height * _fall(x, c)
+    return height * _fall(x, c)
 
 # %% ../../nbs/library/train/schedule.ipynb #8e51f658
 def _trapezoid(x, w, c):
     "Up, level, down (as in WSD: warm up, stay, decay)."
-    return min(_warm(x, w), _fall(x, c) if c else 1.0)
+    return min(_warm(x, w), _fall(x, c))
 
 # %% ../../nbs/library/train/schedule.ipynb #0b411bf0
 def _linear(x, w, c):

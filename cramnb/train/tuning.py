@@ -53,11 +53,11 @@ def probe_microbatch(
     device: torch.device,  # whose clock and memory count
     clock: Callable[[], float] = time.perf_counter,  # seconds; tests bring their own
 ) -> int:  # the fastest size that fits; 0 where not even the smallest does
-    "Double the size until memory or speed says stop; sizes that divide the batch, if any do."
+    "Double the size until memory or speed says stop."
     sizes = [8 << i for i in range(8) if 8 << i <= batch_size] or [batch_size]
     best, fastest = 0, 0.0
     wait = torch.cuda.synchronize if device.type == 'cuda' else int
-    for size in [n for n in sizes if batch_size % n == 0] or sizes:
+    for size in sizes:
         try:
             times = []
             for _ in range(4):  # the first one does not count
@@ -105,7 +105,7 @@ def _halve_passes(trainer, say, compiled) -> bool:
     size = trainer.microbatch_size = (trainer.microbatch_size + 1) // 2
     say(
         f"Out of memory: going on with passes of {size} sequences. A ramp then "
-        f"climbs in smaller stairs; impl.microbatch_size={size} starts like this."
+        f"climbs in smaller steps; impl.microbatch_size={size} starts this way."
     )
     if compiled:
         compiled.rows = compiled.passes = 0
@@ -186,7 +186,7 @@ def fastest_way(
     figures = time_ways(ways, model, batches)
     best = choose(figures)
     way, gain = ways[best], figures[best][0] / figures[0][0]
-    line = f'float32 with {kernels[0]}: no other way is 10 % faster on this CPU, and as exact.'
+    line = f'float32 with {kernels[0]}: no other way is as exact and 10 % faster on this CPU.'
     if best:
         line = f'{way.precision} with {way.attention} attention: {gain:.1f} times as fast here; '
         line += f'impl.precision=float32 impl.attn_implementation={kernels[0]} overrides.'
