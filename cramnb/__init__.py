@@ -17,7 +17,7 @@
 - `cramnb.model.mlm`: A decoder that looks only where it is asked, classifiers, and their entry in transformers
 - `cramnb.model.original`: The published crammed-BERT weights, of both generations, as the function that they were
 - `cramnb.model.zoo`: Each relative of crammed-BERT as a few changed fields, and what it weighs
-- `cramnb.options`: Every choice of a run, in five groups with types and bounds, and the named sets of values
+- `cramnb.options`: Every choice of a run, in six groups with types and bounds, and the named sets of values
 - `cramnb.recipe`: One graphics card, one day, and every choice of the run in one typed object
 - `cramnb.run.hub`: Checkpoints of the original in; ordinary Hugging Face folders, model cards and rows out
 - `cramnb.run.page`: Loss, speed, memory and time left in a browser, without an account

@@ -28,7 +28,7 @@ from typing import Literal, get_args, get_origin
 from .core import CramError, LostRank, Stopped, nearest, on_signal, out_of_memory
 from .core import printable, say, shortened
 from .options import PRESETS
-from .recipe import GROUPS, Recipe, compose, leaves, tiny, parse_budget, split_word
+from .recipe import GROUPS, RECIPES, Recipe, compose, leaves, tiny, parse_budget, split_word
 from .run.runs import free_name, latest_run, list_runs, run_folder, runs_table
 
 # %% ../nbs/library/cli.ipynb #8c859283
@@ -62,7 +62,7 @@ _NEEDED = dict(
 _OWN = dict(
     plan={
         'gpu=rtx4090': 'a card to plan for, with the recipe of a day; cpu: this processor',
-        'key=value': 'options of the recipe, such as budget=24 or impl.memory=8GB',
+        'key=value': 'options of the recipe, such as budget=24; all: cramnb cram --help all',
     },
     runs={'base_dir=runs': 'folder of the runs'},
     watch={
@@ -115,7 +115,7 @@ The usual way:
   cramnb probe name=cram                       what it answers
   cramnb publish name=cram                     a folder for the hub, with a model card
 
-cramnb VERB --help shows the options one needs, cramnb VERB --help all lists all options and
+cramnb VERB --help shows the words one needs, cramnb cram --help all lists all options and
 presets. A run that was stopped goes on when the same command is given again."""
 
 # %% ../nbs/library/cli.ipynb #dc2df870
@@ -138,7 +138,8 @@ def _verb_help(
         choices = get_args(f.annotation) if get_origin(f.annotation) is Literal else ()
         meaning = f.description + (f" ({' | '.join(choices)})" if choices else '')
         rows[key] = _row(f'{key}={getattr(part, key.rpartition(".")[2])}', meaning)
-    groups = {g: _row(f'{g}=', ' | '.join(PRESETS[g])) for g in GROUPS}
+    preset_of = RECIPES['tiny']
+    groups = {g: _row(f'{g}={preset_of.get(g, "")}', ' | '.join(PRESETS[g])) for g in GROUPS}
     keys = [*groups, *rows] if everything else _NEEDED[verb].split()
     more = '' if everything else f'\ncramnb {verb} --help all lists all {len(rows)} options.'
     return head + '\n'.join((groups | rows)[k] for k in keys) + more
@@ -154,7 +155,7 @@ def _base_recipe(
         return 'tiny'
     with loading():
         from cramnb.train.device import best_device, machine_here, recipe_here
-    hours = parse_budget(named.get('budget', '3m'))
+    hours = parse_budget(named.get('budget') or named.get('train.budget') or '3m')
     name, line = recipe_here(machine_here(best_device()), hours)
     if say:
         say(line)
@@ -383,7 +384,7 @@ def _check_words(words):
             for part in (word, *word.partition('=')[2].split(',')):
                 Path(part.strip()).expanduser()
         except UnicodeEncodeError:
-            raise CramError(f"{printable(word)}: this is no text in UTF-8.") from None
+            raise CramError(f"{printable(word)}: this is not text in UTF-8.") from None
         except (RuntimeError, ValueError):  # no such user; a NUL in its name
             raise CramError(f"{printable(word)}: there is no such home folder.") from None
 

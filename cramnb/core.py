@@ -2,7 +2,7 @@
 
 The floor under all lessons. `CramError` is a mistake that the user can mend, told in one line
 with the nearest valid name. `whole` and the writers built on it leave a complete file or none;
-`read_json` and `load_pretrained` are the only doors by which foreign files come in, and
+`read_json` and `load_pretrained` are the doors for our own JSON files and for models, and
 `printable` keeps control characters off the screen.
 
 Docs: https://cramnb.github.io/cramnb/library/core.html.md"""
@@ -103,13 +103,13 @@ def folder_of(
     value,  # what a user gave: text or a Path, `~` for the home folder
     what: str = 'folder',  # how the argument is called
 ) -> Path:  # of a folder, which need not be there
-    "The door for folders. Raises CramError for what can be none."
+    "The door for folders. Raises CramError for what cannot be one."
     with suppress(RuntimeError, OSError):  # no such home, or a name that is too long
         if isinstance(value, (str, Path)) and str(value) and str(value).isprintable():
             path = Path(value).expanduser()
             if not any(p.is_file() for p in (path, *path.parents)):
                 return path
-    raise CramError(f"{what}={reprlib.repr(value)}: this can be no folder.")
+    raise CramError(f"{what}={reprlib.repr(str(value))} cannot be a folder.")
 
 # %% ../nbs/library/core.ipynb #8696a30d
 def make_dir(
@@ -194,6 +194,24 @@ def _explained(error, path):
         return Unfinished(f"{path} cannot be written: {error.strerror or error}.")
     return error
 
+# %% ../nbs/library/core.ipynb #6dfb8565
+def _put(
+    new: Path,  # written and flushed
+    path: Path,  # the name it gets
+):
+    "Rename; a folder that has the name is moved aside first, and back where that fails."
+    aside = new.with_suffix('.old')
+    remove(aside)
+    try:
+        if path.is_dir() and new.is_dir():
+            os.replace(path, aside)
+        os.replace(new, path)
+    except BaseException:
+        if aside.is_dir():
+            os.replace(aside, path)
+        raise
+    remove(aside)
+
 # %% ../nbs/library/core.ipynb #6dfb8564
 @contextmanager
 def whole(
@@ -207,9 +225,7 @@ def whole(
         remove(temporary)
         yield temporary
         flush(temporary)
-        if path.is_dir() and temporary.is_dir():
-            shutil.rmtree(path)
-        os.replace(temporary, path)
+        _put(temporary, path)
         _flush_names(path.parent)
     except BaseException as e:  # Ctrl-C, too, must leave nothing half written
         remove(temporary)
@@ -300,7 +316,9 @@ def validation_line(
     if kind == 'literal_error':
         allowed = re.findall("'([^']*)'", first['ctx']['expected'])
         return f"{said} is not supported: choose from {', '.join(allowed)}.{nearest(text, allowed)}"
-    return f"{said} is not possible: {first['msg'].replace('Input should', 'it should')}."
+    need = re.sub('^(Input|List) should', 'it should', first['msg'])
+    need = need.replace(' after validation', '').replace('a valid boolean', 'true or false')
+    return f"{said} is not possible: {need}." if key else f"{need}."
 
 # %% ../nbs/library/core.ipynb #f0f714c5
 def record(

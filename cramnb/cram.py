@@ -206,8 +206,12 @@ def say_exams(
     say(f'{head}, {ev.epochs} epochs, updates of {ev.batch_size}.')
     speed, hours = f'The speed of {checkpoint.where} is not known before it is loaded.', ''
     if checkpoint.run:
-        plan = plan_here(recipe, pick_device(recipe.impl))
-        speed, hours = describe(plan)[1], f', {show_hours(tokens / plan.rate / 3600)}'
+        try:
+            plan = plan_here(recipe, pick_device(recipe.impl))
+        except CramError as error:  # pretraining does not fit here; fine-tuning may
+            speed = f'The speed is not known: {error}'
+        else:
+            speed, hours = describe(plan)[1], f', {show_hours(tokens / plan.rate / 3600)}'
     say(speed)
     say(f'At most {tokens / 1e6:,.1f} million tokens{hours}; finished trials are kept.')
 

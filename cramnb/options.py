@@ -1,4 +1,4 @@
-"""Every choice of a run, in five groups with types and bounds, and the named sets of values
+"""Every choice of a run, in six groups with types and bounds, and the named sets of values
 
 All option groups (`Arch`, `Data`, `Train`, `Eval`, `Impl`, `Wandb`): dataclasses whose fields know
 their meaning and their bounds, held to them by pydantic; and `PRESETS`, named sets of values, with

@@ -3,7 +3,7 @@
 Every choice of a run in one typed object, `Recipe`. `compose` builds it from words such as
 `arch=crammed-bert` and `train.lr=1e-3`, on top of named presets, understands the words of the
 original, and answers each mistake with one message. `tiny` and `crammed` are the two recipes to
-know: three minutes on one CPU core, and the day of the published checkpoint.
+know: three minutes on a processor, and the day of the published checkpoint.
 
 Docs: https://cramnb.github.io/cramnb/library/recipe.html.md"""
 
@@ -188,7 +188,9 @@ def translate(
     values = VALUES.get(key, {})
     value = values.get(text, values.get(text.lower(), text))
     if key in ALIASES or value != text:
-        return ALIASES.get(key, key), value, ''
+        ours = ALIASES.get(key, key)
+        note = '' if value is not None else f"{key}={text} changes nothing here: see {ours}."
+        return ours, value, note
     see = next((ours for theirs, ours in IGNORED.items() if fnmatchcase(key, theirs)), None)
     if key == 'impl' and text in _CARDS:
         see = 'impl.device=auto, which knows the card'
@@ -277,10 +279,11 @@ def _text(recipe):
     "A row must fit the model and hold text, and nothing may be said that nobody reads."
     arch, data, chunk = recipe.arch, recipe.data, recipe.impl.loss_chunk_size
     limit, length = arch.max_position_embeddings, data.seq_length
-    if length > limit and arch.position_embedding_type not in ('rotary', 'none'):
+    endless = arch.model_type != 'bert' and arch.position_embedding_type in ('rotary', 'none')
+    if length > limit and not endless:
         yield f"data.seq_length={length} is longer than arch.max_position_embeddings={limit}."
     if length < 2 + data.include_cls:
-        yield f"data.seq_length={length} leaves no room for text: 2 tokens are the least."
+        yield f"data.seq_length={length} has no room for text beside [CLS]: 3 tokens are the least."
     if arch.model_type == 'bert' and chunk:
         need = "needs arch.model_type=crammed_bert: transformers' BERT holds all logits"
         yield f"impl.loss_chunk_size={chunk} {need}."
@@ -424,7 +427,9 @@ def compose(
     if base not in RECIPES:
         raise CramError(f"{base!r} is not a recipe: {_choices(base, RECIPES)}")
     words = [translate(*split_word(o)) for o in overrides]
-    names = RECIPES[base] | {k: v for k, v, _ in words if k in (*GROUPS, 'budget') and v}
+    names = RECIPES[base] | {
+        k: v for k, v, _ in words if k in (*GROUPS, 'budget') and v is not None
+    }
     recipe = Recipe(budget=parse_budget(names['budget']))
     for group in GROUPS.keys() & names:
         setattr(recipe, group, preset(group, names[group]))
@@ -437,7 +442,7 @@ def compose(
 
 # %% ../nbs/library/recipe.ipynb #5476df0f
 def tiny(*overrides: str) -> Recipe:
-    "The recipe of `cramnb cram`: three minutes on one core."
+    "The recipe of `cramnb cram`: three minutes on a processor."
     return compose(list(overrides), 'tiny')
 
 # %% ../nbs/library/recipe.ipynb #14a6ec96

@@ -40,7 +40,7 @@ MISTAKES = {  # command: what the line must hold, the nearest name among it
     "pretrain train=bert-04": "train=bert-04 'bert-o4'",
     "eval eval=GLUE-sane": "eval=GLUE-sane 'GLUE_sane'",
     "pretrain train.batch_size=many": "train.batch_size=many integer",
-    "pretrain train.dropout=perhaps": "train.dropout=perhaps boolean",
+    "pretrain train.dropout=perhaps": "train.dropout=perhaps true",
     "pretrain train.lr=[": "train.lr=[ number",
     "pretrain train.lr=${x}": "train.lr=${x} number",
     "pretrain train.lr=nan": "train.lr=nan finite",

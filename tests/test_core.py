@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 from typing_extensions import NotRequired, TypedDict
@@ -256,3 +257,20 @@ def test_recipes_of_the_day_are_what_was_published():
     )
     assert day.data.source == "tokens" and "2efdb9d060d1" in day.data.hub_path
     assert compose([], "crammed-c4").data.hub_path == "allenai/c4"
+
+
+def test_a_folder_that_is_replaced_is_never_missing(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/weights").write_text("old")
+
+    def interrupted(source, target, real=os.replace):
+        if str(target).endswith("model") and str(source).endswith(".tmp"):
+            raise KeyboardInterrupt
+        real(source, target)
+
+    with mock.patch("os.replace", interrupted), pytest.raises(KeyboardInterrupt):
+        with whole(tmp_path / "model") as folder:
+            folder.mkdir()
+            (folder / "weights").write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model/weights").read_text() == "old"

@@ -297,7 +297,7 @@ def test_a_failing_compiler_is_told_in_one_line_and_done_without(place, counts):
         and "torch.compile" in told[0]
         and "no compiler" in told[0]
         and "\n" not in told[0]
-        and "impl.compile_torch=False" in told[0]
+        and "impl.compile_torch=false" in told[0]
     )
     assert torch.equal(weights(t), weights(plain)) and t.state == plain.state
 
@@ -381,6 +381,7 @@ def card(seconds, memory):
         (lambda n: 0.01 + n / 50_000, 10**6, 5, 5),  # a batch smaller than the first size
         (lambda n: 0.01, 3, 8192, 0),  # nothing fits
         (lambda n: 0.01 + n / 50_000, 10**6, 1001, 512),  # nothing divides
+        (lambda n: 0.01 + n / 50_000, 10**6, 2016, 1024),  # 32 divides, and would be slow
     ],
 )
 def test_probing_finds_the_fastest_that_fits(seconds, memory, batch_size, best):

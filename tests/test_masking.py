@@ -97,7 +97,7 @@ def test_every_way_hides_exactly_so_many_and_never_a_special_token(masking, t, p
     )
     again, other = masked(ids, p=p, masking=masking), masked(ids, number=2, p=p, masking=masking)
     assert all(torch.equal(a, b) for a, b in zip(m, again))
-    assert (k == t or not torch.equal(m.positions, other.positions))
+    assert k == t or not torch.equal(m.positions, other.positions)
 
 
 def test_a_row_with_too_few_words_asks_less_and_keeps_its_shape():

@@ -269,3 +269,11 @@ def test_a_card_that_was_a_preset_is_left_to_auto_and_says_so():
     name, told = "rtx-4090", []
     assert compose([f"impl={name}"], say=told.append) == compose([])
     assert len(told) == 1 and f"impl={name}" in told[0] and "auto" in told[0]
+
+
+def test_a_word_that_sets_nothing_is_told_and_an_empty_one_is_refused():
+    told = []
+    compose(["data=wikipedia", "data.remove_trash=True"], say=told.append)
+    assert told == ["data.remove_trash=True changes nothing here: see data.trash_cutoff."]
+    with pytest.raises(CramError):
+        compose(["arch="])

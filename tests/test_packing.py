@@ -188,7 +188,7 @@ def test_rows_are_read_one_by_one_in_slices_and_in_any_order(tmp_path):
     stored = Rows(tmp_path / "r.arrow")
     assert (tmp_path / "r.arrow").stat().st_size <= 2.1 * rows.size and stored[7].dtype == np.uint16
     index = np.random.default_rng(1).integers(-2000, 2000, size=300)
-    for i in (index, slice(10, 900), slice(None), 7, -1):
+    for i in (index, np.arange(2000) % 3 == 0, slice(10, 900), slice(None), 7, -1):
         assert np.array_equal(stored[i], rows[i])
     wide = np.full((3, 32), 70_000)
     write_rows([wide], tmp_path / "w.arrow", 70_001)
@@ -225,3 +225,7 @@ def test_rows_are_read_by_the_datasets_library(corpus, tmp_path):
     assert len(loaded) == len(corpus.rows) and loaded[3]["input_ids"] == corpus.rows[3].tolist()
     assert loaded.features["input_ids"].feature.dtype == "uint16"
     assert (corpus.folder / "rows.arrow").stat().st_size <= 2.1 * corpus.rows[:].size
+
+
+def test_no_positions_are_no_rows():
+    assert len(stream_order(8, 3, 0, 1, True)) == 0

@@ -579,7 +579,7 @@ def test_reading_is_the_same_whatever_is_packed_and_counts_what_will_be_deleted(
 
 def test_a_pipe_is_named_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(CramError, match="pipe.txt is no regular file"):
+    with pytest.raises(CramError, match="pipe.txt is not a regular file"):
         list(read_file(tmp_path / "pipe.txt"))
 
 
@@ -664,3 +664,36 @@ def test_a_name_need_not_be_utf8(suffix, tmp_path):
     os.rename(plain, odd)
     assert list(read_file(os.fsdecode(odd))) == ["a text"]
     assert source_version(Data(source="files", files=str(tmp_path)))
+
+
+def test_a_long_line_is_not_cut_inside_a_letter(tmp_path):
+    path, report = tmp_path / "book.txt", Report()
+    path.write_text("a" + "é" * 700_000)
+    assert "".join(read_file(path, report=report)) == path.read_text()
+    assert not report.counts
+
+
+def test_messages_name_the_line_of_the_file(tmp_path):
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('\n\n{"txt": "one"}\n')
+    with pytest.raises(CramError, match="line 3"):
+        list(read_file(wrong))
+    table = tmp_path / "table.csv"
+    table.write_text('text\n"one\ntwo\nthree"\nx,y\n')
+    with pytest.raises(CramError, match="line 5.*1 of 2 lines"):
+        list(read_file(table))
+    with pytest.raises(CramError, match="is not there"):
+        list(read_file(tmp_path / "none.parquet"))
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path):
+    (tmp_path / "x.txt").write_text("one")
+    assert len(find_files(f"{tmp_path}/x.txt,{tmp_path}/x*.txt")) == 1
+
+
+def test_a_hub_folder_may_lie_in_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/a.jsonl").write_text('{"text": "one"}\n')
+    assert list(read_hub(Data(source="hub", hub_path="~/set"))) == ["one"]
+    assert source_version(Data(source="hub", hub_path="~/set"))

@@ -214,3 +214,10 @@ def test_each_vocabulary_knows_where_words_begin(docs):
     assert np.flatnonzero(word_starts(tok)[ids]).tolist() == [0, 6], (
         "one letter may be several bytes"
     )
+
+
+def test_an_earlier_call_does_not_cut_what_is_encoded():
+    tokenizer = train_tokenizer([SPECIMEN], Data(vocab_size=200))
+    before = encode(tokenizer, [SPECIMEN])
+    tokenizer(SPECIMEN, truncation=True, padding="max_length", max_length=8)
+    assert encode(tokenizer, [SPECIMEN]) == before

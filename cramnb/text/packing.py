@@ -95,6 +95,7 @@ class Rows:
         if isinstance(index, slice):
             index = np.arange(*index.indices(len(self)))
         index = np.asarray(index)
+        index = np.flatnonzero(index) if index.dtype == bool else index
         if index.ndim == 0:
             return self[index[None]][0]
         index = np.where(index < 0, index + len(self), index)
@@ -146,7 +147,7 @@ def stream_order(
     shuffled: bool,  # a new order in each epoch, or the order of the file in all of them
 ) -> np.ndarray:  # int64 [n], row numbers
     "The rows that stand at some positions of the endless stream of epochs."
-    picked = []
+    picked = [np.zeros(0, int)]
     while n:
         epoch, place = divmod(start, size)
         stop = min(place + n, size)

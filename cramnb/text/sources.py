@@ -2,7 +2,7 @@
 
 Files, the hub, docstrings or a mix of them as one stream of documents. `read_file` names file and
 line of every mistake, `Report` counts what was mended and skipped, `documents` marks each text as
-training or held-out text; `SOURCES` is the one table to extend; `source_version` names the text of
+training or held-out text; `_SOURCES` is the one table to extend; `source_version` names the text of
 a source by its content.
 
 Docs: https://cramnb.github.io/cramnb/library/text/sources.html.md"""
@@ -152,7 +152,7 @@ def _no_text(head):
 def _open_text(path):
     "The unpacked bytes of a file. Raises CramError where they are no text in UTF-8."
     if not path.is_file():  # a pipe would be waited for
-        raise CramError(f"{path} is no regular file.")
+        raise CramError(f"{path} is not a regular file.")
     with path.open('rb') as file:
         magic = file.read(4)
     gzip = magic.startswith(b'\x1f\x8b')
@@ -171,11 +171,20 @@ def _strays(text, raw):
     "How many bytes were no characters: replacement signs that were not there before."
     return text.count('\ufffd') - raw.count('\ufffd'.encode())
 
+# %% ../../nbs/library/text/sources.ipynb #62bcd406
+def _piece(stream, most):
+    "A line, or its first `most` bytes and the rest of the letter that these end in."
+    raw = stream.readline(most)
+    for _ in range(3):  # a letter has four bytes at most; those behind the first begin with 10
+        if len(raw) >= most and stream.peek(1)[:1] and stream.peek(1)[0] >> 6 == 2:
+            raw += stream.read(1)
+    return raw
+
 # %% ../../nbs/library/text/sources.ipynb #62bcd407
 def _lines(path, report, most=2**28):  # bytes; a longer line comes in pieces: memory is bounded
     "Lines without byte-order mark, carriage return and NUL; what is mended is counted."
     with _open_text(path) as stream:
-        for n, raw in enumerate(iter(partial(stream.readline, most), b'')):
+        for n, raw in enumerate(iter(partial(_piece, stream, most), b'')):
             raw = raw.removeprefix(codecs.BOM_UTF8) if n == 0 else raw
             raw = raw[:-2] + b'\n' if raw.endswith(b'\r\n') else raw
             line = raw.decode('utf-8', 'replace').replace('\0', '')
@@ -198,17 +207,18 @@ def _read_text(path, key, report, size=2000):
         if n >= enough:
             yield 0, {key: ''.join(part).strip()}
             part, n = [], 0
-    yield 0, {key: ''.join(part).strip()}
+    if part:
+        yield 0, {key: ''.join(part).strip()}
 
 # %% ../../nbs/library/text/sources.ipynb #85043b18
 def _read_json(path, key, report):
     "One record a line; or, where the file opens with a bracket, one list of records."
-    lines = _lines(path, report)
-    first = next((line for line in lines if line.strip()), '')
+    lines = enumerate(_lines(path, report), 1)
+    begin, first = next((pair for pair in lines if pair[1].strip()), (1, ''))
     if first.lstrip().startswith('['):
-        yield from enumerate(json.loads(first + ''.join(lines)), 1)
+        yield from enumerate(json.loads(first + ''.join(line for _, line in lines)), 1)
         return
-    for n, line in enumerate(itertools.chain([first], lines), 1):
+    for n, line in itertools.chain([(begin, first)], lines):
         try:
             if line.strip():
                 yield n, json.loads(line)
@@ -221,7 +231,7 @@ def _read_csv(path, key, report, delimiter=','):
     rows = csv.DictReader(_lines(path, report), delimiter=delimiter)
     if not rows.fieldnames:
         raise ValueError("it has no header")
-    for n in itertools.count(2):
+    while True:
         limit = csv.field_size_limit(2**31 - 1)
         try:
             row = next(rows, None)
@@ -230,7 +240,7 @@ def _read_csv(path, key, report, delimiter=','):
         if row is None:
             return
         surplus = any(row.pop(None, ()))  # where DictReader puts what has no column
-        yield n, _Damage('more columns than the header') if surplus else row
+        yield rows.line_num, _Damage('more columns than the header') if surplus else row
 
 # %% ../../nbs/library/text/sources.ipynb #cf613dda
 def _read_parquet(path, key, report):
@@ -285,7 +295,7 @@ def texts_of(
             report.note('bad_lines', example=f"{os.path.basename(place)} {n}: {problem}")
             if not good and not isinstance(record, _Damage):
                 raise CramError(f"{place} {n}: {problem}.")  # a mistake of the user, no damage
-            _refuse(first, bad, max(good + bad, 1000), data.max_bad_lines)
+            _refuse(first, bad, good + bad, data.max_bad_lines, 1000)
             continue
         good += 1
         text = record[data.text_key] or ''
@@ -295,9 +305,9 @@ def texts_of(
     _refuse(first, bad, good + bad, data.max_bad_lines)
 
 # %% ../../nbs/library/text/sources.ipynb #a25e9df8
-def _refuse(first, bad, seen, share):
-    "Refuse a source with too many damaged records."
-    if bad > share * seen:
+def _refuse(first, bad, seen, share, least=0):
+    "Refuse a source with too many damaged records, as if `least` had been seen at least."
+    if bad > share * max(seen, least):
         allowed = f"data.max_bad_lines={share} allows fewer"
         raise CramError(f"{first}. {bad:,} of {seen:,} lines are damaged; {allowed}.")
 
@@ -309,6 +319,8 @@ def read_file(
 ) -> Iterator[str]:  # documents; empty ones are left out
     "Read documents from one file. Raises CramError naming file and line."
     path, data, report = Path(path), data or Data(), report or Report()
+    if not path.exists():
+        raise Missing(f"{path} is not there.")
     try:
         records = READERS[_kind_of(path) or 'txt'](path, data.text_key, report)
         yield from texts_of(records, f"{path}, line", data, report)
@@ -347,7 +359,7 @@ def find_files(
         kinds = f"files or folders of {', '.join(READERS)} (also .gz and .zst)"
         what = f"data.{option}={str(spec)[:200] or '(empty)'} names no text"
         raise CramError(f"{what}: give {kinds}{', or set CRAMNB_DATA' * (option == 'files')}.")
-    return found
+    return list(dict.fromkeys(found))
 
 # %% ../../nbs/library/text/sources.ipynb #b0d10cd0
 def _refuse_disk(path, option):
@@ -399,6 +411,7 @@ def open_hub(
     "Open a data set as a stream; where a set is a script, take the hub's own conversion of it."
     from datasets import load_dataset
 
+    data = replace(data, hub_path=os.path.expanduser(data.hub_path))
     _check_inside(data.hub_path)
     common = dict(split=data.hub_split, streaming=True, revision=data.hub_revision or None)
     try:
@@ -422,7 +435,7 @@ def read_hub(
     report: Report | None = None,  # is told what was left out
 ) -> Iterator[str]:  # documents, streamed
     "Stream a data set of the hub, or a folder in its layout. Raises CramError, ConnectionError."
-    report, n, path = report or Report(), 0, data.hub_path
+    report, n, path = report or Report(), 0, os.path.expanduser(data.hub_path)
     local = 'Without a network: data=files data.files=FOLDER, or set CRAMNB_DATA.'
     local = '' if os.path.isdir(path) else f' {local}'
     try:
@@ -722,10 +735,11 @@ def _limited(pairs, data, report):
     "The texts up to data.max_documents and data.max_megabytes, counted for each source."
     number, size, limit = 0, 0, data.max_megabytes * 1e6
     for name, text in pairs:
-        given, number, size = report.sources[name], number + 1, size + len(text.encode())
+        given, number, n = report.sources[name], number + 1, len(text.encode())
+        size += n
         given['documents'] += 1
         given['characters'] += len(text)
-        given['bytes'] += len(text.encode())
+        given['bytes'] += n
         yield text
         if number == data.max_documents or 0 < limit <= size:
             return
@@ -748,14 +762,14 @@ def _version(data):
 
 # %% ../../nbs/library/text/sources.ipynb #6b2da88b
 def _folder_files(data):
-    "The files of a hub folder on this machine. Raises CramError for a folder that is not there."
-    path = data.hub_path if 'hub_path' in READ_BY[data.source] else ''
+    "The files of a hub folder on this machine. Raises Missing for a folder that is not there."
+    path = os.path.expanduser(data.hub_path) if 'hub_path' in READ_BY[data.source] else ''
     if path:
-        _refuse_disk(os.path.expanduser(path), 'hub_path')
+        _refuse_disk(path, 'hub_path')
     if os.path.isdir(path):
         return sorted(p for p in Path(path).rglob('*') if p.is_file())
     if path.startswith(('/', '.', '~', 'hf://')):  # a name of the hub is OWNER/NAME
-        raise CramError(f"data.hub_path={path}: there is no such folder.")
+        raise Missing(f"data.hub_path={path}: there is no such folder.")
     return []
 
 # %% ../../nbs/library/text/sources.ipynb #1f78f7eb

@@ -364,7 +364,7 @@ _LEARN_SHARDS = 16  # shards, evenly drawn, that are counted at most
 def word_counts(
     shards: Shards,  # with columns word and count
 ) -> dict[str, int]:  # word -> how often it occurs
-    "Add up the counts of all shards, in bounded memory."
+    "Add up the counts of at most 16 shards, evenly drawn, in bounded memory."
     step = -(-len(shards) // _LEARN_SHARDS)
     table = pa.concat_tables(shards[n] for n in range(0, len(shards), step))
     table = table.group_by('word', use_threads=False).aggregate([('count', 'sum')])
@@ -915,6 +915,8 @@ class Corpus:
         if not isinstance(paths, (str, Path, list, tuple)):
             raise CramError(f"paths is a {type(paths).__name__}: give a path, or a list of paths.")
         paths = [paths] if isinstance(paths, (str, Path)) else paths
+        if len(paths) > 1 and any(',' in str(p) for p in paths):
+            raise CramError("paths: give a path with a comma in its name alone.")
         data = _options(options, source='files', files=','.join(map(str, paths)))
         return cls.build(data, folder)
 

@@ -201,7 +201,7 @@ def wrap(
 
 # %% ../../nbs/library/text/tokenizer.ipynb #c64d17cc
 def word_starts(
-    tokenizer: PreTrainedTokenizerFast,  # any fast one: WordPiece, BPE, Unigram or WordLevel
+    tokenizer: PreTrainedTokenizerFast,  # any fast one, of whatever algorithm
 ) -> np.ndarray:  # (V,) bool
     "Which entries begin a word, by the marks of the vocabulary. Punctuation stands alone."
     vocab, kind = tokenizer.get_vocab(), type(tokenizer.backend_tokenizer.model).__name__
@@ -225,6 +225,8 @@ def encode(
 ) -> list[list[int]]:  # token ids with [SEP] as the template says, never cut
     "Encode many documents, on all cores. A '[MASK]' in a text is text, not the special token."
     backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # an earlier call may have left both behind
+    backend.no_padding()
     backend.encode_special_tokens = True
     try:
         return [e.ids for e in backend.encode_batch_fast(texts)]
@@ -238,4 +240,4 @@ def fertility(
 ) -> float:  # tokens per whitespace-separated word
     "How many tokens a word costs: 1 is the least a word tokenizer can do."
     n_tokens = sum(len(ids) for ids in encode(tokenizer, texts))
-    return n_tokens / sum(len(t.split()) for t in texts)
+    return n_tokens / max(1, sum(len(t.split()) for t in texts))

@@ -13,6 +13,7 @@ __all__ = ['Way', 'probe_microbatch', 'auto_microbatch', 'recovery', 'choose', '
            'settle', 'way_of', 'as_before']
 
 # %% ../../nbs/library/train/tuning.ipynb #c5450321
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -53,7 +54,7 @@ def probe_microbatch(
     device: torch.device,  # whose clock and memory count
     clock: Callable[[], float] = time.perf_counter,  # seconds; tests bring their own
 ) -> int:  # the fastest size that fits; 0 where not even the smallest does
-    "Double the size until memory or speed says stop."
+    "Double the size until memory or speed says stop; a last pass costs as much, full or not."
     sizes = [8 << i for i in range(8) if 8 << i <= batch_size] or [batch_size]
     best, fastest = 0, 0.0
     wait = torch.cuda.synchronize if device.type == 'cuda' else int
@@ -65,7 +66,7 @@ def probe_microbatch(
                 make_step(size)
                 wait()
                 times.append(clock() - began)
-            rate = size / min(times[1:])
+            rate = batch_size / math.ceil(batch_size / size) / min(times[1:])
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             break
