@@ -39,7 +39,7 @@ class Recipe:
     )
     base_dir: str = option('runs', 'folder of the runs')
     dryrun: bool = option(False, 'two updates, nothing kept')
-    fresh: bool = option(False, 'throw away an unfinished run of this name and start over')
+    fresh: bool = option(False, 'throw away the run of this name, finished or not, and start over')
     arch: Arch = field(default_factory=Arch)  # the model
     data: Data = field(default_factory=Data)  # the text
     train: Train = field(default_factory=Train)  # pretraining

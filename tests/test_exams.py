@@ -311,3 +311,21 @@ def test_the_command_scores_a_table_of_ones_own(checkpoint, tmp_path, monkeypatc
     assert "| mail | accuracy |" in said and "held out for evaluation" in said
     kept = {p.name for p in next((tmp_path / "runs/eval/eval").iterdir()).iterdir()}
     assert kept >= {"glue.md", "glue.json", "glue.png", "predictions", "mail.seed1.model"}
+
+
+def test_one_class_is_spelt_in_one_way_in_both_tables(tmp_path):
+    train = table(tmp_path / "wnli.csv", "text,label\n" + "a b,0\nc d,1\n" * 6)
+    judge = table(tmp_path / "judge.csv", "text,label\n" + "a b,0.0\nc d, 1\n" * 6)
+    task, splits, _ = own_task(f"{train},{judge}")
+    assert task.labels == ("0", "1") and {r["label"] for r in splits["dev"]} == {0, 1}
+    assert task.name == "own-wnli" and task.in_mean, "a table is not the task of that name"
+
+
+def test_what_is_read_of_a_table_is_told(tmp_path):
+    lines = "text,kind,label\n" + "a b,x,fraud\nc d,y,normal\n" * 6
+    remark = own_task(table(tmp_path / "t.csv", lines), metric="f1")[2]
+    assert "read as text: text, kind" in remark and "f1 counts normal" in remark
+    rows = [dict(text="a b", label=n % 2) for n in range(12)]
+    rows[6]["text"] = None
+    with pytest.raises(CramError, match="row 7"):
+        own_task(table(tmp_path / "t.jsonl", rows))

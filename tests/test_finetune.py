@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 from exam import EV, bert, checkpoint, rows_of, tokenizer, typed  # noqa: F401
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig
 
 from cramnb.core import CramError
+from cramnb.recipe import preset
 from cramnb.judge.tasks import TASKS
 from cramnb.judge.finetune import (
     encode_rows,
@@ -194,3 +196,10 @@ def test_the_kernel_of_a_run_reaches_a_trial(which, request, monkeypatch):
     for attention in ("sdpa", "eager"):
         run_trial(where, TASKS["rte"], rows, EV, 0, attention=attention)
     assert seen == ["sdpa", "eager"]
+
+
+def test_other_models_keep_an_option_that_has_the_same_name(tmp_path):
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.ModernBertConfig(vocab_size=90, pad_token_id=0, **sizes)
+    transformers.ModernBertForMaskedLM(config).save_pretrained(tmp_path)
+    assert load_classifier(tmp_path, 2, preset("eval", "GLUE_sane")).config.num_labels == 2

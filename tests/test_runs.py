@@ -9,7 +9,7 @@ from toy import SMALL
 
 from cramnb.core import CramError, write_json
 from cramnb.cli import main
-from cramnb.recipe import compose
+from cramnb.recipe import compose, tiny
 from cramnb.run.run import Checkpoint, resolve_checkpoint
 from cramnb.run.runs import (
     check_folder,
@@ -18,6 +18,7 @@ from cramnb.run.runs import (
     lock_run,
     make_folder,
     read_log,
+    read_recipe,
     runs_table,
 )
 
@@ -211,3 +212,11 @@ def test_trials_are_found_again_and_never_those_of_other_weights(done, capsys):
     assert main(["eval", "name=mine", *words, *EVAL, "eval.lr=1e-5"]) == 0 and len(files()) == 3
     data[-1] ^= 0x01
     weights.write_bytes(data)
+
+
+def test_starting_over_is_said_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = make_folder(tiny("name=a", "fresh=True"))
+    (folder / "checkpoints").mkdir()
+    make_folder(read_recipe(folder))
+    assert (folder / "checkpoints").is_dir(), "the stored recipe would throw its run away"

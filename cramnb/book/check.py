@@ -51,7 +51,8 @@ def _defined(
     "The names that a file defines itself."
     names = []
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node]
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, 'target', node)]
+        targets = [e for t in targets for e in getattr(t, 'elts', [t])]
         names += [name for t in targets if (name := getattr(t, 'name', getattr(t, 'id', '')))]
     return names
 
@@ -61,7 +62,7 @@ def write_new(
     say: Callable = say_line,  # prints a line
 ):
     "Write the empty file: signatures and first lines of `mini`. Raises CramError if it is there."
-    path, source = Path(path), _MINI.read_text('utf-8')
+    path, source = Path(path).expanduser(), _MINI.read_text('utf-8')
     if path.exists():
         raise CramError(f"{path} is there already, and it may be yours: give another name.")
     lines, tree = source.splitlines(), ast.parse(source)

@@ -19,7 +19,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 from types import SimpleNamespace
@@ -636,8 +636,9 @@ def _make_exam(my):
 
 
 def _same_lists(one, other):
-    "Equal, be they lists or tuples."
-    return json.dumps(one) == json.dumps(other)
+    "Equal, be they lists, tuples or NumPy's numbers."
+    plain = partial(json.dumps, default=lambda value: value.tolist())
+    return plain(one) == plain(other)
 
 
 @_specially

@@ -128,7 +128,7 @@ def _one_batch(my: SimpleNamespace, folder: str) -> str:  # as above
 def _rates(my: SimpleNamespace, folder: str) -> str:  # as above
     "Lesson 9: how much of the clock goes at which rate."
     mean = np.mean([my.height(x) for x in np.linspace(0, 1, 1001)])
-    return f'{mean:.0%} of the peak rate on the mean, and {my.height(1.0):.0%} at the last second'
+    return f'{mean:.0%} of the peak rate on average, and {my.height(1.0):.0%} at the last second'
 
 # %% ../../nbs/library/book/numbers.ipynb #99b76696
 _MINUTE = 60.0  # seconds of training

@@ -98,7 +98,7 @@ def load_classifier(
     kind = AutoModelForTokenClassification if per_token else AutoModelForSequenceClassification
     config = load_pretrained(AutoConfig, checkpoint, num_labels=num_labels)
     _check_length(checkpoint, config, ev)
-    if hasattr(config, 'classifier_pooling'):
+    if config.model_type == 'crammed_bert':  # others have other values under this name
         config.classifier_pooling = ev.classifier_pooling
     if ev.checkpoint.endswith('untrained'):
         return kind.from_config(config)
@@ -154,6 +154,8 @@ def predict(
     batch_size: int = 128,  # examples of a pass
 ) -> np.ndarray | list[list[int]]:  # (n,) classes or values, NaN if not finite; or tags of tokens
     "Answer every row; an answer does not depend on what else is in its batch."
+    if not features:
+        return np.array([])
     was, answers = model.training, [None] * len(features)
     model.eval()
     for rows in similar_lengths(np.array([len(f['input_ids']) for f in features]), batch_size):

@@ -30,6 +30,8 @@ def fill_blank(
     rows = getattr(model.config, 'max_position_embeddings', None) or math.inf
     longest = min(tokenizer.model_max_length, rows)
     ids = torch.tensor([tokenizer(text, truncation=False).input_ids])
+    if tokenizer.mask_token_id is None:
+        raise CramError("The tokenizer has no mask token: nothing can be asked.")
     blanks = (ids[0] == tokenizer.mask_token_id).nonzero().flatten()
     if not len(blanks):
         hint = f'write {tokenizer.mask_token} for a hidden token'

@@ -88,7 +88,7 @@ def task_names(
     tasks: str,  # 'cola,rte'
 ) -> list[str]:  # ['cola', 'rte']
     "Read a list of tasks. Raises CramError for an unknown one, or none."
-    names = [t.strip() for t in tasks.split(',') if t.strip()]
+    names = list(dict.fromkeys(t.strip() for t in tasks.split(',') if t.strip()))
     wrong = [n for n in names or [''] if n not in TASKS]
     if wrong:
         hint = nearest(wrong[0], TASKS)
@@ -119,7 +119,7 @@ def score(
     predictions: np.ndarray,  # (n,) classes or values
     references: np.ndarray,  # (n,) classes or values
 ) -> float:  # from -1 or 0 to 1
-    "Score answers; answers that are not finite count as 0. Raises CramError."
+    "Score answers; a single one that is not finite makes the score 0. Raises CramError."
     if name not in METRICS:
         hint = nearest(name, METRICS)
         raise CramError(f"{name!r} is not a metric: choose from {', '.join(METRICS)}.{hint}")
@@ -349,6 +349,22 @@ def hold_out(
     moved = dict(train=[rows[i] for i in train], tune=[rows[i] for i in tune])
     return splits | moved
 
+# %% ../../nbs/library/judge/tasks.ipynb #9cfe40d7
+def _spelt(
+    tables: list[list[dict]],  # rows of one or two files
+    column: str,  # of the labels
+) -> list[list[dict]]:
+    "One spelling, the first, for labels that are one number, as 0 and 0.0, or differ in spaces."
+    first = {}
+
+    def spell(label):
+        if isinstance(label, list):  # tags of words
+            return label
+        name, number = label.strip() if isinstance(label, str) else label, _number_of(label)
+        return first.setdefault(name if number is None else number, name)
+
+    return [[row | {column: spell(row[column])} for row in rows] for rows in tables]
+
 # %% ../../nbs/library/judge/tasks.ipynb #9cfe40d8
 def own_task(
     files: str,  # training file, or training and evaluation file with a comma between
@@ -368,17 +384,24 @@ def own_task(
         lost = [n for n, row in enumerate(rows, 1) if row.get(label_column) in (None, '')]
         if lost:
             raise CramError(f"eval.files={path}: row {lost[0]} has no {label_column}.")
-    remark = ''
-    if len(tables) == 1:
-        if len(tables[0]) < 10:
-            problem = f'{len(tables[0])} rows are too few to hold some out'
-            raise CramError(f"eval.files: {problem}; give an evaluation file as well.")
-        held = hold_out(dict(train=tables[0]), seed)
-        tables = [held['train'], held['tune']]
-        remark = 'every tenth row of the file, drawn at random, is held out for evaluation'
+    if len(tables) == 1 and len(tables[0]) < 10:
+        problem = f'{len(tables[0])} rows are too few to hold some out'
+        raise CramError(f"eval.files: {problem}; give an evaluation file as well.")
+    tables = _spelt(tables, label_column)
     name = Path(paths[0]).name.split('.')[0]
+    name = f'own-{name}' if name in TASKS else name
     task = _describe(name, sum(tables, []), metric, text_columns, label_column)
-    return task, _checked(task, dict(zip(('train', 'dev'), tables)), label_column), remark
+    splits = _checked(task, dict(zip(('train', 'dev'), tables)), label_column)
+    remarks = []
+    if len(tables) == 1:
+        held = hold_out(splits, seed)
+        splits = dict(train=held['train'], dev=held['tune'])
+        remarks = ['every tenth row of the file, drawn at random, is held out for evaluation']
+    if not text_columns and len(task.fields) > 1:
+        remarks.append(f'read as text: {", ".join(task.fields)} (eval.text_columns chooses)')
+    if task.target == 'f1':
+        remarks.append(f'f1 counts {task.labels[1]}; eval.metric=macro_f1 counts both')
+    return task, splits, '; '.join(remarks)
 
 # %% ../../nbs/library/judge/tasks.ipynb #17057651
 _OTHERS = dict(sentence1='premise', sentence2='hypothesis')  # SuperGLUE has these names in RTE
@@ -418,7 +441,7 @@ def _fields(row, text_columns, label_column, per_token):
     if label_column in columns:
         raise CramError(f"eval.text_columns={text_columns}: {label_column} holds the answers.")
     _check_columns(f'eval.text_columns={text_columns}', [row], columns)
-    others = [c for c in row if c not in (label_column, 'idx', 'id')]
+    others = [c for c in row if c not in (label_column, 'idx', 'id', '')]  # '': a table's index
     lists = [c for c in others if per_token and isinstance(row[c], list)]
     words = [c for c in lists if all(isinstance(word, str) for word in row[c])]
     columns = columns or words or [c for c in others if isinstance(row[c], str)]
@@ -478,7 +501,7 @@ def _checked(task, splits, label_column='label'):
             label = ''
         _check_columns(where, rows, [*task.fields, label] if label else task.fields)
         found[split] = [
-            _read_row(task, row, f'{where}, row {n}', label) for n, row in enumerate(rows)
+            _read_row(task, row, f'{where}, row {n}', label) for n, row in enumerate(rows, 1)
         ]
     return found
 
@@ -595,7 +618,8 @@ def remark_on(
     notes = [' and '.join(notes), 'not comparable with published scores'] if notes else []
     judged = len(splits['dev'])
     if judged < 100:
-        notes.append(f'judged on {judged} rows, one row is {100 / judged:.1f} points')
+        rows = f'{judged} row{"s" * (judged > 1)}'
+        notes.append(f'judged on {rows}; each counts {100 / judged:.1f} points')
     return f'{task.name}: {"; ".join(notes)}' if notes else ''
 
 # %% ../../nbs/library/judge/tasks.ipynb #68ce2c63

@@ -32,8 +32,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ..core import CramError, fingerprint, load_pretrained, nearest, quiet
 from ..core import read_json, remove, whole, write_json
+from ..judge.tasks import GLUE
 from ..model.mlm import CrammedBertForMaskedLM
 from ..model.original import from_original, plain, refuse
+from ..recipe import show_budget
 from .runs import ScoreFile, Summary, read_recipe
 from typing_extensions import TypedDict
 from ..text.sources import first_line
@@ -98,7 +100,7 @@ def _write_pretrained(
 ):
     "Save, load again, compare, and only then give the folder its name. Raises CramError."
     finite = all(p.isfinite().all() for p in model.parameters())
-    refuse({f"The weights hold numbers that are not finite: {target} is not written.": not finite})
+    refuse({"The weights hold numbers that are not finite: nothing is written.": not finite})
     vars(model.config).pop('auto_map', None)  # names code of somebody else
     with whole(target) as temporary, quiet():
         model.save_pretrained(temporary)
@@ -261,12 +263,12 @@ def _model_card(
 
 # %% ../../nbs/library/run/hub.ipynb #b0c00012
 _LOAD = '''import cramnb   # pip install cramnb: knows the architecture
-# LoRA: target_modules=['qkv'], for peft knows no default
+# LoRA: target_modules=['qkv'], because peft has no default for this model
 '''
 _LIMITS = """## Intended use, limits and bias
 
 Intended for research, teaching, and fine-tuning with a test of your own. It is a small model: it \
-fills in hidden words, and does not write texts, follow instructions or know facts reliably. \
+fills in hidden words, but does not generate text, follow instructions or know facts reliably. \
 It reads the language of its text, at most {length} tokens at once.
 
 It repeats what is frequent in its text, stereotypes and insults included. The filters of the \
@@ -292,7 +294,9 @@ fill(f'The capital of France is {{fill.tokenizer.mask_token}}.')
 def _facts(recipe, summary):
     "The table of what the run was and what it reached."
     timed = recipe['train']['progress'] == 'time'
-    budget = f"{recipe['budget']:g} hours" if timed else f"in {recipe['train']['progress']}"
+    unit = recipe['train']['progress']
+    most = f"{recipe['train'].get(f'max_{unit}', 0):,} {unit}"
+    budget = show_budget(recipe['budget']) if timed else most
     facts = {
         'budget': budget,
         'device': summary['device_name'],
@@ -310,12 +314,14 @@ def _facts(recipe, summary):
 def _protocol(p):
     "How the scores were made, in a sentence."
     sweep = ', '.join(f'{lr:g}' for lr in p.get('sweep_lr') or ())
-    rate = f"the best of {sweep}" if sweep else f"{p['lr']:g}"
-    trials = f"{p['trials']} trial{'s' if p['trials'] > 1 else ''}"
+    rate = f"learning rate {p['lr']:g}"
+    if sweep:
+        rate = f"for each task the best learning rate of {sweep}"
+    count = f"{p['epochs']} epoch{'s' * (p['epochs'] > 1)}"
+    trials = f"median of {p['trials']} trials" if p['trials'] > 1 else 'one trial'
     return (
-        f"Fine-tuned with AdamW, learning rate {rate}, batch {p['batch_size']}, {p['epochs']} "
-        f"epochs, the same for all tasks; last epoch, median of {trials}; evaluation split, never "
-        "the test split."
+        f"Fine-tuned with AdamW, {rate}; for all tasks batch {p['batch_size']} and {count}; "
+        f"last epoch, {trials}; evaluation split, never the test split."
     )
 
 # %% ../../nbs/library/run/hub.ipynb #b0c00015
@@ -327,12 +333,13 @@ def _metadata(name, data, glue):
             task_type='text-classification',
             dataset_type='glue',
             dataset_name=f"{s['name']} (evaluation split)",
-            dataset_config=s['name'],
+            dataset_config=s['name'].replace('_mm', '_mismatched'),
             dataset_split='validation',
             metric_type=names.get(s['metric'], s['metric']),
             metric_value=round(s['median'], 4),
         )
         for s in (glue or {}).get('scores', ())
+        if s['name'].removesuffix('_mm') in GLUE
     ]
     known = data['source'] == 'hub' and '/' in data.get('hub_path', '')
     return ModelCardData(
@@ -432,7 +439,7 @@ def publish_corpus(
     corpus: Corpus,  # finished
     target: Path,  # a new folder
     push: str = '',  # NAME/REPO on the hub; empty: write the folder only
-) -> Path:  # the folder, which `data=tokens data.hub_path=FOLDER` reads
+) -> Path:  # the folder, which `data=pile-readymade data.hub_path=FOLDER` reads
     "Write rows, tokenizer and data card in the layout of a data set on the hub."
     rows, n = corpus.rows.dataset.with_format('arrow'), len(corpus.rows)
     files = -(-n // PART)

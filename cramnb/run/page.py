@@ -69,7 +69,7 @@ def _kind(
         late = f'; no new update for {show_seconds(silent)}' if silent > _SLOW else ''
         return 'running', state + late
     if state.startswith('unfinished'):
-        return 'died', f'{state}: its process has ended. The command that began it goes on'
+        return 'died', f'{state}: its process has ended. Give its command again'
     return ('ended' if state in ('finished', 'scored') else 'damaged'), state
 
 # %% ../../nbs/library/run/page.ipynb #f14aa016

@@ -420,7 +420,11 @@ def show_hours(
     "A length of training as a person would say it."
     if hours >= 100:
         return f'{hours:,.0f} hours'
-    return f'{hours:.3g} hours' if hours >= 1 else show_seconds(3600 * hours)
+    return (
+        f'{hours:.3g} hour{"s" * (f"{hours:.3g}" != "1")}'
+        if hours >= 1
+        else show_seconds(3600 * hours)
+    )
 
 # %% ../../nbs/library/run/plan.ipynb #7f17442f
 def _share(flops):

@@ -105,6 +105,11 @@ _FROZEN = 'is the learning rate zero, or the model frozen?'
 
 def _sick_loss(rows):
     "What the loss tells: divergence, a jump, or that it does not move."
+    bad = not math.isfinite(rows[-1]['loss'])
+    rows = [r for r in rows if math.isfinite(r['loss'])]
+    if not rows:
+        yield 'No loss is a number: lower the learning rate, warm up longer, or clip.'
+        return
     updates = [r['update'] for r in rows]
     loss = smooth([r['loss'] for r in rows])
     lowest = list(accumulate(loss, min))
@@ -112,7 +117,9 @@ def _sick_loss(rows):
     best, peak, early = loss.index(min(loss)), climbs.index(max(climbs)), len(rows) // 10
     was = f"The loss was {loss[best]:.2f} at update {updates[best]}"
     jumped = f"The loss jumped to {loss[peak]:.2f} at update {updates[peak]}"
-    if not math.isfinite(rows[-1]['loss']) or climbs[-1] > 0.5:
+    if bad:
+        yield f"{was}, and the last one is not a number: it {_DIVERGES}"
+    elif climbs[-1] > 0.5:
         yield f"{was} and is {loss[-1]:.2f} now: it {_DIVERGES}"
     elif climbs[peak] > 0.5:
         yield f"{jumped} and came back: the learning rate is at the edge."
@@ -127,7 +134,8 @@ def diagnose(rows: list[dict]) -> list[str]:  # a sentence for each sign, or non
     signs = list(_sick_loss(rows))
     skipped = rows[-1].get('skipped')
     if skipped:
-        signs.append(f"{skipped} updates were left out because something was not finite.")
+        updates = f"{skipped} update{'s were' if skipped > 1 else ' was'}"
+        signs.append(f"{updates} left out because something was not finite.")
     rates = [r['tokens_per_second'] for r in rows]
     usual = median(rates[: max(10, len(rows) // 2)])
     late = median(rates[-max(5, len(rows) // 10) :])

@@ -16,6 +16,7 @@ __all__ = ['silent', 'check_run', 'open_corpus', 'open_together', 'new_model', '
 
 # %% ../../nbs/library/run/run.ipynb #f733f0e6
 import io
+import math
 import os
 import shutil
 import tempfile
@@ -322,7 +323,11 @@ def _finish(record, corpus, held):
     with whole(folder / 'model') as partial, quiet():
         loop.model.save_pretrained(partial)
         corpus.tokenizer.save_pretrained(partial)
-    state, threads, last = loop.state, torch.get_num_threads(), [r['loss'] for r in rows[-50:]]
+    state, threads, last = (
+        loop.state,
+        torch.get_num_threads(),
+        [r['loss'] for r in rows[-50:] if math.isfinite(r['loss'])],
+    )
     name = f'{threads} CPU thread{"s" * (threads > 1)}'
     if loop.device.type == 'cuda':
         name = torch.cuda.get_device_name(loop.device)
@@ -557,7 +562,8 @@ class Trainer:
             say(f"{folder} is trained already: {remedy}.")
             self.model.load_state_dict(load(folder)[0].state_dict())
         self.model.eval()
-        return Trained(folder, recipe, summary)
+        self.recipe = replace(recipe, fresh=False)  # a second call throws nothing away
+        return Trained(folder, self.recipe, summary)
 
 # %% ../../nbs/library/run/run.ipynb #29d54bc5
 @dataclass(repr=False)
@@ -633,13 +639,13 @@ def _weights_key(checkpoint: Checkpoint) -> str:  # 16 hex digits
 
 # %% ../../nbs/library/run/run.ipynb #2396f110
 def _protocol_key(
-    ev: Eval,  # the protocol
+    ev: Eval,  # the protocol; `files` names the rows of one's own table, not its path
     weights: str,  # from `_weights_key`
     precision,  # torch.dtype of the matrix products, and the kernel where it is not sdpa
     untrained: bool = False,  # are the weights drawn anew?
 ) -> str:  # 16 hex digits
     "Trials with the same key answer the same question; tasks and trials may become more."
-    same = dict(trials=1, tasks='', checkpoint='', glue_dir='', files='')
+    same = dict(trials=1, tasks='', checkpoint='', glue_dir='')
     form = 2  # raised when the same protocol would give other trials than before
     return fingerprint(asdict(replace(ev, **same)), weights, untrained, str(precision), form)
 
@@ -769,6 +775,8 @@ def evaluate(
     checkpoint = model
     if not isinstance(model, Checkpoint):
         checkpoint = resolve_checkpoint(model, ev.checkpoint)
+    if checkpoint.untrained != ev.checkpoint.endswith('untrained'):
+        ev = replace(ev, checkpoint='untrained' if checkpoint.untrained else 'latest')
     if corpus is None and checkpoint.run and wants_local(ev):
         corpus = corpus_of(checkpoint.run, read_recipe(checkpoint.run), progress)
     exams, device = load_exams(ev, corpus, seed), pick_device(impl)
@@ -778,7 +786,8 @@ def evaluate(
     if attention != 'sdpa':
         how = f'{precision} {attention}'
     folder = Path(folder or checkpoint.run or 'runs/eval')
-    where = folder / 'eval' / _protocol_key(ev, weights, how, checkpoint.untrained)
+    asked = replace(ev, files=fingerprint(exams[0][1]) if ev.files else '')
+    where = folder / 'eval' / _protocol_key(asked, weights, how, checkpoint.untrained)
     options = (seed, device, progress, precision, weights, attention)
     with process_settings(impl, device):
         if dry:

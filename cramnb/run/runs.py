@@ -18,7 +18,7 @@ import os
 import shutil
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -180,8 +180,8 @@ def check_folder(recipe: Recipe) -> Path:  # its folder, which need not be there
     kept = {k: v for k, v in changes.items() if k.split('.')[0] in _LEARNS}
     if told := [f'{k} was {a} and is now {b}' for k, (a, b) in kept.items()]:
         problem = f"{folder} holds a run with another recipe ({'; '.join(told[:5])})"
-        remedy = "go on with the command or program that began it, choose another one, or "
-        remedy += "throw it away (the command: fresh=True)."
+        remedy = "go on with the command or program that began it, choose another name, or "
+        remedy += "throw the run away (the command: fresh=True)."
         raise CramError(f"name={recipe.name}: {problem}: {remedy}")
     return folder
 
@@ -191,7 +191,7 @@ def make_folder(recipe: Recipe) -> Path:  # its folder, with recipe.json in it
     folder = check_folder(recipe)
     if recipe.fresh and folder.exists():
         _empty(folder)
-    write_json(folder / 'recipe.json', asdict(recipe))
+    write_json(folder / 'recipe.json', asdict(replace(recipe, fresh=False)))  # said once
     return folder
 
 # %% ../../nbs/library/run/runs.ipynb #730fa9bd
