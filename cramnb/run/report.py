@@ -210,15 +210,20 @@ _ROWS = {
     'below the unigram entropy': '{below:.3f} nats',
 }
 
+# %% ../../nbs/library/run/report.ipynb #25c1c976
+def _listed(words):
+    "'a is', 'a and b are', 'a, b and c are'."
+    *most, last = words
+    return f"{', '.join(most)} and {last} are" if most else f'{last} is'
+
 # %% ../../nbs/library/run/report.ipynb #975fce1e
 def _counted(train):
     "What the budget holds besides training."
     counts = dict(compiling=train.count_compile, measuring=train.count_eval, saving=False)
-    inside = ' and '.join(word for word, yes in counts.items() if yes)
-    outside = ' and '.join(word for word, yes in counts.items() if not yes)
-    first = inside.capitalize() or 'Nothing but training'
-    verbs = ['are' if ' and ' in words else 'is' for words in (inside, outside)]
-    return f"{first} {verbs[0]} inside the budget; {outside} {verbs[1]} outside."
+    inside = [word for word, yes in counts.items() if yes] or ['nothing but training']
+    outside = [word for word, yes in counts.items() if not yes]
+    first, last = (_listed(words) for words in (inside, outside))
+    return f'{first.capitalize()} inside the budget; {last} outside.'
 
 # %% ../../nbs/library/run/report.ipynb #25c1c977
 def pretrain_table(

@@ -152,8 +152,9 @@ def seconds_left(
 
 # %% ../../nbs/library/run/watch.ipynb #c952afb3
 # fields of a row that differ from machine to machine
-CLOCKED = ('elapsed', 'seconds_left', 'tokens_per_second', 'tflops', 'peak_share', 'memory_gb')
-CLOCKED += ('energy_kwh',)
+CLOCKED = tuple(
+    'elapsed seconds_left tokens_per_second tflops peak_share memory_gb energy_kwh'.split()
+)
 
 # %% ../../nbs/library/run/watch.ipynb #3e0d68ee
 class Meter:
