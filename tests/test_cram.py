@@ -223,7 +223,7 @@ def measured(monkeypatch):
         (
             ["train.progress=tokens", "train.max_tokens=36000000"],
             1,
-            "train.max_tokens=36000000, about 1 hours: 36.0 million tokens",
+            "train.max_tokens=36000000, about 1 hour: 36.0 million tokens",
         ),
     ],
 )

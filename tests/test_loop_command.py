@@ -76,7 +76,7 @@ def test_measuring_counts_or_not_as_the_recipe_says(place, counts):
         (
             ["train.count_compile=False"],
             "Nothing but training is inside the budget; "
-            "compiling and measuring and saving are outside.",
+            "compiling, measuring and saving are outside.",
         ),
     ],
 )
