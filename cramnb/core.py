@@ -200,7 +200,7 @@ def _put(
     path: Path,  # the name it gets
 ):
     "Rename; a folder that has the name is moved aside first, and back where that fails."
-    aside = new.with_suffix('.old')
+    aside = new.with_suffix('.old.tmp')
     remove(aside)
     try:
         if path.is_dir() and new.is_dir():

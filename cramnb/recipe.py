@@ -427,9 +427,8 @@ def compose(
     if base not in RECIPES:
         raise CramError(f"{base!r} is not a recipe: {_choices(base, RECIPES)}")
     words = [translate(*split_word(o)) for o in overrides]
-    names = RECIPES[base] | {
-        k: v for k, v, _ in words if k in (*GROUPS, 'budget') and v is not None
-    }
+    named = {k: v for k, v, _ in words if v is not None}
+    names = RECIPES[base] | {k: named[k] for k in (*GROUPS, 'budget') if k in named}
     recipe = Recipe(budget=parse_budget(names['budget']))
     for group in GROUPS.keys() & names:
         setattr(recipe, group, preset(group, names[group]))

@@ -247,10 +247,11 @@ def test_a_run_that_is_over_or_goes_on_is_not_planned_again(left, measured, tmp_
 
 
 def test_a_long_fine_tuning_says_its_plan_and_a_short_one_does_not(measured, tmp_path):
+    from dataclasses import replace
     from types import SimpleNamespace as S
 
     from cramnb.cram import say_exams
-    from cramnb.recipe import compose
+    from cramnb.recipe import compose, preset
 
     recipe = compose("eval.trials=5 eval.max_train_examples=0 eval.max_seq_length=128".split())
     exams = [("rte", dict(train=range(2490)), ""), ("cola", dict(train=range(8551)), "")]
@@ -265,6 +266,10 @@ def test_a_long_fine_tuning_says_its_plan_and_a_short_one_does_not(measured, tmp
     told.clear()
     say_exams(recipe, [("rte", dict(train=range(50)), "")], ours, told.append)
     assert told == []
+    large = replace(recipe, arch=preset("arch", "crammed-bert"))
+    large.impl.memory = "100MB"  # too small to pretrain it; to fine-tune it, perhaps not
+    say_exams(large, exams, ours, told.append)
+    assert len(told) == 3 and "The speed is not known" in told[1]
 
 
 def test_a_corpus_is_published_beside_itself_and_never_over_something(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from conftest import ROOT, server
 
 from cramnb import Corpus, Trainer, build_model, evaluate, load
 from cramnb.core import CramError, Stopped
+from cramnb.run.run import resolve_checkpoint
 from cramnb.text.sources import docstrings
 from cramnb.recipe import preset
 
@@ -143,6 +144,42 @@ def test_scores_are_numbers_by_task_and_are_found_again(trained, corpus):
     loaded, _ = load(folder)
     alone = evaluate(loaded, EXAM, corpus=corpus, impl=IMPL, progress=silent)
     assert dict(alone) == dict(scores) and alone.folder is None
+
+
+class Asked(Exception):
+    "In place of a fine-tuning: what it was to do."
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    def ask(where, exams, ev, folder, *rest):
+        raise Asked(ev, folder)
+
+    def what(*words, **options):
+        monkeypatch.setattr("cramnb.run.run.evaluate_checkpoint", ask)
+        with pytest.raises(Asked) as found:
+            evaluate(*words, impl=IMPL, progress=silent, **options)
+        return found.value.args
+
+    return what
+
+
+def test_fresh_weights_are_scored_as_fresh(trained, corpus, asked):
+    fresh = resolve_checkpoint(trained[1].folder, "untrained")
+    assert asked(fresh, EXAM, corpus=corpus)[0].checkpoint == "untrained"
+    own = resolve_checkpoint(trained[1].folder)
+    exam = replace(EXAM, checkpoint="untrained")
+    assert asked(own, exam, corpus=corpus)[0].checkpoint == "latest"
+
+
+def test_two_tables_of_one_name_keep_their_scores_apart(trained, asked, tmp_path):
+    places = []
+    for name in "ab":
+        table = tmp_path / name / "train.csv"
+        table.parent.mkdir()
+        table.write_text("text,label\n" + f"{name} one,0\n{name} two,1\n" * 20)
+        places.append(asked(trained[1].folder, replace(EXAM, files=str(table)))[1])
+    assert places[0] != places[1]
 
 
 def test_the_command_goes_on_with_a_run_of_the_library(trained, corpus, capsys):

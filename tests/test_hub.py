@@ -22,7 +22,7 @@ from cramnb.model.encoder import CrammedBertConfig
 from cramnb.model.mlm import CrammedBertForMaskedLM, CrammedBertForSequenceClassification
 from cramnb.model.original import from_original
 from cramnb.recipe import compose, preset, tiny
-from cramnb.run.hub import convert, publish, publish_corpus, to_bert
+from cramnb.run.hub import _metadata, convert, publish, publish_corpus, to_bert
 from cramnb.text.store import Corpus
 from cramnb.text.tokenizer import train_tokenizer
 
@@ -486,3 +486,10 @@ def test_a_corpus_goes_to_the_hub_and_comes_back(tmp_path, monkeypatch):
     back = Corpus.build(compose(words).data, tmp_path / "data")
     there = sorted(map(bytes, [*back.rows[:], *back.heldout[:]]))
     assert there == sorted(map(bytes, corpus.rows[:]))
+
+
+def test_only_tasks_of_glue_are_announced_as_glue():
+    score = dict(metric="accuracy", median=0.5)
+    scores = [score | dict(name=n) for n in ("order", "rte", "mnli_mm", "own-rte")]
+    found = _metadata("x", dict(source="docstrings"), dict(scores=scores)).eval_results
+    assert [r.dataset_config for r in found] == ["rte", "mnli_mismatched"]

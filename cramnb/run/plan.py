@@ -418,13 +418,10 @@ def show_hours(
     hours: float,
 ) -> str:  # '24 hours', '3m00s'
     "A length of training as a person would say it."
-    if hours >= 100:
-        return f'{hours:,.0f} hours'
-    return (
-        f'{hours:.3g} hour{"s" * (f"{hours:.3g}" != "1")}'
-        if hours >= 1
-        else show_seconds(3600 * hours)
-    )
+    if hours < 1:
+        return show_seconds(3600 * hours)
+    said = f'{hours:,.0f}' if hours >= 100 else f'{hours:.3g}'
+    return f'{said} hour{"s" * (said != "1")}'
 
 # %% ../../nbs/library/run/plan.ipynb #7f17442f
 def _share(flops):

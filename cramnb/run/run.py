@@ -323,11 +323,8 @@ def _finish(record, corpus, held):
     with whole(folder / 'model') as partial, quiet():
         loop.model.save_pretrained(partial)
         corpus.tokenizer.save_pretrained(partial)
-    state, threads, last = (
-        loop.state,
-        torch.get_num_threads(),
-        [r['loss'] for r in rows[-50:] if math.isfinite(r['loss'])],
-    )
+    state, threads = loop.state, torch.get_num_threads()
+    last = [r['loss'] for r in rows[-50:] if math.isfinite(r['loss'])]
     name = f'{threads} CPU thread{"s" * (threads > 1)}'
     if loop.device.type == 'cuda':
         name = torch.cuda.get_device_name(loop.device)

@@ -73,10 +73,11 @@ def mask_tokens(
 ) -> MaskedBatch:
     "Hide round(p·T) per row: 80 % [MASK], 10 % random, 10 % kept (Devlin et al. 2018)."
     most = max(mlm_probability, max_probability)
-    wrong = most if mlm_probability >= 0 else mlm_probability
     Train(masking=masking)  # refuses a name that is not there
-    if not 0 <= wrong <= 1:
-        raise CramError(f'mlm_probability={wrong} is not possible: it must be a share from 0 to 1.')
+    for rate in (mlm_probability, max_probability):
+        if not 0 <= rate <= 1:
+            wrong = f'mlm_probability={rate} is not possible'
+            raise CramError(f'{wrong}: it must be a share from 0 to 1.')
     ids, low = input_ids.long(), 0 if mask_special_tokens else n_special
     k, room = mask_count(mlm_probability, ids.shape[1]), mask_count(most, ids.shape[1])
     draw = torch.rand(ids.shape, generator=generator, device=ids.device)

@@ -175,10 +175,10 @@ def _strays(text, raw):
 def _piece(stream, most):
     "A line, or its first `most` bytes and the rest of the letter that these end in."
     raw = stream.readline(most)
-    for _ in range(3):  # a letter has four bytes at most; those behind the first begin with 10
-        if len(raw) >= most and stream.peek(1)[:1] and stream.peek(1)[0] >> 6 == 2:
-            raw += stream.read(1)
-    return raw
+    if len(raw) < most:
+        return raw
+    ahead = stream.peek(3)[:3]  # a letter has four bytes at most; all but the first begin with 10
+    return raw + stream.read(next((i for i, b in enumerate(ahead) if b >> 6 != 2), len(ahead)))
 
 # %% ../../nbs/library/text/sources.ipynb #62bcd407
 def _lines(path, report, most=2**28):  # bytes; a longer line comes in pieces: memory is bounded
