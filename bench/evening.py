@@ -1,8 +1,8 @@
-"""A night on two cores: `python bench/night.py data.files=wiki.jsonl.gz impl.path=corpora`.
+"""An evening on two cores: `python bench/evening.py data.files=wiki.jsonl.gz impl.path=corpora`.
 
-Trains as `cramnb pretrain` does, and goes on where it was stopped. Six hours are counted inside
-updates only. Set OMP_WAIT_POLICY=PASSIVE, or threads that wait for a busy core spin.
-The size is the law's (LAB.md, 25 November 2026); `python bench/night.py forecast` prints it.
+Trains as `cramnb pretrain` does, and goes on where it was stopped. An hour and a quarter is
+counted inside updates only. Set OMP_WAIT_POLICY=PASSIVE, or threads that wait for a busy core spin.
+The size is the law's (LAB.md, 25 November 2026); `python -m bench.evening forecast` prints it.
 """
 
 import sys
@@ -21,8 +21,8 @@ RECIPE = (
     "train.batch_size=64 train.eval_rows=1024"
 )
 MACHINE = (
-    "impl.threads=2 impl.precision=bfloat16 impl.attn_implementation=eager "
-    "impl.microbatch_size=64 impl.save_every=5"
+    "impl.threads=2 impl.precision=float32 impl.attn_implementation=sdpa "
+    "impl.microbatch_size=64 impl.save_every=2"
 )
 
 
@@ -47,15 +47,15 @@ def forecast(runs: list[dict], depth: int, width: int, tokens: float) -> tuple[f
 
 
 def train(*words: str) -> int:
-    size = [f"arch.{k}={v}" for k, v in shape(4, 256).items()]
-    given = f"name=night budget=6 seed=0 {TEXT} {RECIPE} {MACHINE}".split()
+    size = [f"arch.{k}={v}" for k, v in shape(2, 128).items()]
+    given = f"name=evening budget=75m seed=0 {TEXT} {RECIPE} {MACHINE}".split()
     return main(["pretrain", *given, *size, *words])
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["forecast"]:
         sys.exit(train(*sys.argv[1:]))
-    night = read_data("night.json")
-    for size in night["sizes"]:
-        guess = forecast(night["law"], size["depth"], size["width"], size["tokens"])
+    log = read_data("evening.json")
+    for size in log["sizes"]:
+        guess = forecast(log["law"], size["depth"], size["width"], size["tokens"])
         print(size, *(f"{x:.3f}" for x in guess))
