@@ -38,7 +38,7 @@ class Differs(Exception):
 # %% ../../nbs/library/book/checks.ipynb #bc7214cd
 def ask(
     fine: bool,  # does it do what is asked?
-    sentence: str,  # what it does, and what is asked
+    sentence: str,  # what it does, and what is expected
 ):
     "Raise the sentence where something differs."
     if not fine:
@@ -53,11 +53,11 @@ def same(
 ):
     "Raise one sentence where two values differ in kind, shape or value."
     if isinstance(want, dict):
-        ask(isinstance(got, dict), f'{what} gives {_short(got)}, a dict is asked')
+        ask(isinstance(got, dict), f'{what} gives {_short(got)}, expected a dict')
         lacking = [str(key) for key in want if key not in got]
         ask(not lacking, f'{what} lacks {", ".join(lacking)}')
         for key in got:
-            ask(key in want, f'{what} has {key}, which is not asked')
+            ask(key in want, f'{what} has {key}, which is not expected')
             same(got[key], want[key], f'{what}[{key!r}]', close)
     elif isinstance(want, list | tuple):
         if not isinstance(got, list | tuple) or len(got) != len(want):
@@ -65,19 +65,19 @@ def same(
         for i, (one, other) in enumerate(zip(got, want)):
             same(one, other, f'{what}[{i}]', close)
     elif isinstance(want, Tensor | np.ndarray):
-        ask(type(got) is type(want), f'{what} gives {_short(got)}, {_short(want)} is asked')
-        ask(got.shape == want.shape, f'{what} has shape {_sizes(got)}, {_sizes(want)} is asked')
-        ask(got.dtype == want.dtype, f'{what} holds {got.dtype}, {want.dtype} is asked')
+        ask(type(got) is type(want), f'{what} gives {_short(got)}, expected {_short(want)}')
+        ask(got.shape == want.shape, f'{what} has shape {_sizes(got)}, expected {_sizes(want)}')
+        ask(got.dtype == want.dtype, f'{what} holds {got.dtype}, expected {want.dtype}')
         one, other = (torch.as_tensor(x).detach().double() for x in (got, want))
         ask(not one.isnan().any() or other.isnan().any(), f'{what} holds nan')
         wrong = ~torch.isclose(one, other, rtol=close, atol=close)
         if wrong.any():
             place = tuple(wrong.nonzero()[0].tolist())
             at = f' at {list(place)}' if place else ''
-            raise Differs(f'{what} is {one[place]:.6g}{at}, {other[place]:.6g} is asked')
+            raise Differs(f'{what} is {one[place]:.6g}{at}, expected {other[place]:.6g}')
     elif isinstance(want, float) and isinstance(got, float | int | np.floating):
         near = math.isclose(got, want, rel_tol=close, abs_tol=close)
-        ask(near, f'{what} gives {_short(got)}, {_short(want)} is asked')
+        ask(near, f'{what} gives {_short(got)}, expected {_short(want)}')
     elif got != want:
         raise Differs(_unlike(what, got, want))
 
@@ -92,9 +92,9 @@ def _unlike(what, got, want):
     one, other = repr(got), repr(want)
     start = len(os.path.commonprefix([one, other])) - 20
     if start <= 0:
-        return f'{what} gives {_short(got)}, {_short(want)} is asked'
+        return f'{what} gives {_short(got)}, expected {_short(want)}'
     one, other = (f'… {x[start:][:66]}' + ' …' * (len(x) > start + 66) for x in (one, other))
-    return f'{what} gives {one}, {other} is asked'
+    return f'{what} gives {one}, expected {other}'
 
 
 def _short(x):
@@ -361,7 +361,7 @@ def _learn_tokenizer(my):
             mine, asked = got.encode(text).tokens, want.encode(text).tokens
             ask('[UNK]' not in mine, f'learn_tokenizer does not know a word of {text!r}')
             told = f'learn_tokenizer(documents, {size}) cuts {text[:20]!r}… into {len(mine)} tokens'
-            ask(abs(len(mine) - len(asked)) < 4, f'{told}, about {len(asked)} are asked')
+            ask(abs(len(mine) - len(asked)) < 4, f'{told}, expected about {len(asked)}')
         same(got.encode('Café').tokens, got.encode('cafe').tokens, "tokens of 'Café'")
     other = my.learn_tokenizer(['a zebra, a quiz'] * 9, 60)
     told = 'learn_tokenizer does not know a word of the documents that it was given'
@@ -374,7 +374,7 @@ def _rows_at(my):
     epochs = [list(my.rows_at(k * n, n, n)) for k in range(3)]
     for k, epoch in enumerate(epochs):
         lost = set(range(n)) - set(epoch)
-        ask(len(epoch) == n, f'rows_at(0, {n}, {n}) gives {len(epoch)} rows, {n} are asked')
+        ask(len(epoch) == n, f'rows_at(0, {n}, {n}) gives {len(epoch)} rows, expected {n}')
         ask(not lost, f'rows_at: epoch {k} never comes to row {min(lost, default=0)}')
     ask(epochs[0] != epochs[1] != epochs[2], 'rows_at: two epochs have the same order')
     ask(epochs[0] != sorted(epochs[0]), 'rows_at: the rows are not shuffled')
@@ -398,9 +398,9 @@ def _one_mask(mask_rows, rows, V, p):
         ask(isinstance(x, Tensor), f'mask_rows: {name} is no tensor')
         if name == 'labels' and x.shape == shape:
             for i, n in enumerate((x != -100).sum(1).tolist()):
-                ask(n == k, f'mask_rows: row {i} hides {n} tokens, {k} are asked')
-        ask(tuple(x.shape) == shape, f'mask_rows: {name} has shape {_sizes(x)}, {shape} is asked')
-        ask(x.dtype == torch.int64, f'mask_rows: {name} holds {x.dtype}, torch.int64 is asked')
+                ask(n == k, f'mask_rows: row {i} hides {n} tokens, expected {k}')
+        ask(tuple(x.shape) == shape, f'mask_rows: {name} has shape {_sizes(x)}, expected {shape}')
+        ask(x.dtype == torch.int64, f'mask_rows: {name} holds {x.dtype}, expected torch.int64')
     return ids, labels, columns, k
 
 
@@ -414,18 +414,16 @@ def _mask_rows(my):
         asked = labels != -100
         same(columns, asked.nonzero()[:, 1].view(B, k), 'mask_rows: columns')
         same(labels[asked], rows[asked], 'mask_rows: labels')
-        same(ids[~asked], rows[~asked], 'mask_rows: what is not asked in input_ids')
+        same(ids[~asked], rows[~asked], 'mask_rows: input_ids where nothing is hidden')
         ask(not asked[:, 7].any(), 'mask_rows hides a special token (row 0, column 7)')
         never = [j for j in range(T) if j != 7 and not asked[:, j].any()]
         ask(not never, f'mask_rows never hides column {max(never, default=0)} in {B} rows')
         masked = (ids == mini.SPECIAL.index('[MASK]')).sum(1)
         n, m = round(0.8 * k), round(0.9 * k) - round(0.8 * k)
-        told = f'mask_rows: row 0 shows {masked[0]} times [MASK], {n} of {k} are asked'
+        told = f'mask_rows: row 0 shows [MASK] {masked[0]} times, expected {n} of {k}'
         ask(bool((masked == n).all()), told)
         changed = (asked & (ids != rows) & (ids != 4)).sum().item()
-        ask(
-            abs(changed - m * B) <= m, f'mask_rows shows {changed} random tokens, {m * B} are asked'
-        )
+        ask(abs(changed - m * B) <= m, f'mask_rows shows {changed} random tokens, expected {m * B}')
         new = ids[asked & (ids != rows) & (ids != 4)]
         ask(bool(((new >= 5) & (new < V)).all()), 'mask_rows draws a special or unknown token')
         ask(
@@ -493,11 +491,11 @@ def _turned(my):
 
     x = _matrix(6, 8)
     other = halves(mini.turned(halves(x)), back=True)
-    told = 'turned: neighbours (2i, 2i+1) turn together, i and i+K/2 are asked'
+    told = 'turned: neighbours (2i, 2i+1) turn together, expected i and i+K/2'
     ask(not torch.allclose(my.turned(x), other, atol=1e-4), told)
     mirror = torch.tensor([1.0, -1.0]).repeat_interleave(4)
     back = mirror * mini.turned(mirror * x)
-    told = 'turned goes round the other way: a·cos - b·sin and b·cos + a·sin are asked'
+    told = 'turned goes round the other way, expected a·cos - b·sin and b·cos + a·sin'
     ask(not torch.allclose(my.turned(x), back, atol=1e-4), told)
 
 
@@ -505,7 +503,7 @@ def _turned(my):
 def _MaskedLM(my):
     model = my.MaskedLM(50, D=16, depth=1, H=2, wide=32)
     tied = model.decoder.weight is model.model.embeddings.word_embeddings.weight
-    ask(tied, 'MaskedLM: the decoder has a table of its own, the one of the words is asked')
+    ask(tied, 'MaskedLM: the decoder has a table of its own, expected that of the words')
 
 
 @_specially
@@ -531,9 +529,9 @@ def _fixed_batches(my):
     rows = np.random.default_rng(0).integers(5, 90, (600, 20)).astype(np.uint16)
     got, want = ([b for b in f(rows, 90)] for f in (my.fixed_batches, mini.fixed_batches))
     n = sum(len(b[0]) for b in got)
-    ask(n == 512, f'fixed_batches takes {n} of 600 rows, 512 are asked')
+    ask(n == 512, f'fixed_batches takes {n} of 600 rows, expected 512')
     asked = (got[0][1] != -100).sum(1)[0].item()
-    ask(asked == 3, f'fixed_batches asks {asked} of 20 tokens, 3 are asked')
+    ask(asked == 3, f'fixed_batches hides {asked} of 20 tokens, expected 3')
     again = my.fixed_batches(rows, 90)
     ask(torch.equal(got[1][0], again[1][0]), 'fixed_batches masks anew when it is called again')
     few = my.fixed_batches(rows[:60] % 4 + 5, 9)
@@ -570,7 +568,7 @@ def _resumed(load, save, who):
     "Weights, averages, place and random numbers come back as they were."
     for updates in (2, 1):
         model, run, draws, fresh, back, drawn = _back(load, save, updates)
-        ask(isinstance(back, dict), f'{who}: load gives {_short(back)}, the run is asked')
+        ask(isinstance(back, dict), f'{who}: load gives {_short(back)}, expected the run')
         for name, p in model.named_parameters():
             same(fresh.get_parameter(name).detach(), p.detach(), f'{who}: {name}', 0.0)
         same(back, run, f'{who}: run', 0.0)
@@ -621,7 +619,7 @@ def _make_exam(my):
             ask((text in plain) == bool(intact), f'make_exam calls {text!r} {intact}')
         found.append([bags[tuple(sorted(text[:-1].split()))] for text, _ in side])
         share = sum(intact for _, intact in side) / len(side)
-        ask(0.2 < share < 0.8, f'make_exam leaves {share:.0%} of a side intact, half is asked')
+        ask(0.2 < share < 0.8, f'make_exam leaves {share:.0%} of a side intact, expected half')
         ask(found[-1] != sorted(found[-1]), 'make_exam asks in the order of the documents')
     ask(len(found[0]) + len(found[1]) == 90, 'make_exam does not ask each sentence once')
     ask(not set(found[0]) & set(found[1]), 'make_exam takes one document for both sides')
@@ -647,7 +645,7 @@ def _Classifier(my):
     student = my.Classifier(model)
     for p in student.parameters():
         p.data += 1
-    told = 'Classifier shares its weights with the model, a copy is asked'
+    told = 'Classifier shares its weights with the model, expected a copy'
     ask(all(map(torch.equal, model.parameters(), _model().parameters())), told)
 
 
@@ -730,7 +728,7 @@ def _score(my):
     learn = [(f'{words[i % 2]} ' * 5, i % 2) for i in range(240)]
     judge = learn[:10]
     got = my.score(model, tokenizer, (learn, judge))
-    ask(len(got) == 3, f'score gives {_short(got)}; median, lowest and highest are asked')
+    ask(len(got) == 3, f'score gives {_short(got)}; expected median, lowest and highest')
     same(got, (1.0, 1.0, 1.0), 'score of an exam that is easy')
     wrong = [(text, 1 - y) for text, y in judge]
     same(my.score(model, tokenizer, (learn, wrong), 1), (0.0, 0.0, 0.0), 'score, all wrong')
@@ -744,8 +742,8 @@ def _score(my):
     (_, one, same_one), (middle, low, high) = results
     ask(one == same_one, 'score(…, seeds=1) is more than one trial')
     ask(low < high, 'score: all seeds give the same trial')
-    ask(4 * middle % 1 == 0, f'score gives {middle} for four questions, the median is asked')
-    ask(low <= middle < high, f'score gives {middle} of {low} to {high}, the median is asked')
+    ask(4 * middle % 1 == 0, f'score gives {middle} for four questions, expected the median')
+    ask(low <= middle < high, f'score gives {middle} of {low} to {high}, expected the median')
 
 # %% ../../nbs/library/book/checks.ipynb #bc18f85d
 def _prose():
@@ -814,7 +812,10 @@ def _main(my):
         (Path(folder) / 'a.txt').write_text(_prose())
         told, ticks = run('whole')
         fine = isinstance(told, tuple) and len(told) == 3 and math.isfinite(sum(told))
-        ask(fine, f'main gives {_short(told)}; loss, score and score untrained are asked')
+        ask(
+            fine,
+            f'main gives {_short(told)}; expected loss, score and score of the untrained model',
+        )
         ask(told[0] > 0 and max(told[1:]) <= 1, f'main gives {_short(told)}: loss, score, score')
         for name in ('checkpoint.safetensors', 'model/config.json'):
             ask((Path(folder) / 'whole' / name).exists(), f'main leaves no {name}')
