@@ -1,9 +1,10 @@
 """Scores of kept models, as a log: `python -m bench.log_scores SERIES MODELS GLUE WORK COMMIT`.
 
-SERIES is `exam` (scores.json), `vocabulary` (into figures.json) or `night` (into night.json).
-MODELS has a folder NAME_SEED for each model, as `bench/arms.py` saves them; for `night` it is the
-folder of the run, whose corpus lies where the run had it. GLUE has the six tasks. Pooling and rate
-are chosen on training rows of MNLI that are held back. What is found in WORK is not computed again.
+SERIES is `exam` (scores.json), `vocabulary` (into figures.json) or `evening` (evening.json).
+MODELS has a folder NAME_SEED for each model, as `bench/arms.py` saves them; for `evening` it is
+the folder of the run, whose corpus lies where the run had it. GLUE has the six tasks. Pooling and
+rate are chosen on training rows of MNLI that are held back. What is found in WORK is not computed
+again.
 """
 
 import gzip
@@ -171,23 +172,22 @@ def pretraining(run: Path) -> dict:
     )
 
 
-def night(run: Path, glue: Path, work: Path, commit: str) -> dict:
-    "Six tasks, all rows, five trials."
-    every, apart = 10**9, hold_back(glue, work / "mnli_held_back")
-    best, tried = choose(work, run / "model", apart)
+def evening(run: Path, glue: Path, work: Path, commit: str) -> dict:
+    "Five trials of six tasks."
+    best, tried = choose(work, run / "model", hold_back(glue, work / "mnli_held_back"))
     scores = [
         one(score)
         for task in TASKS
-        for score in evaluate(
-            work, f"night_{task}", run / "model", [task], glue, every, *words_of(best, 0, 5)
-        )
+        for score in evaluate(work, task, run / "model", [task], glue, MOST, *words_of(best, 0, 5))
     ]
-    log = read_data("night.json") | dict(run=pretraining(run), chosen=tried)
+    log = read_data("evening.json") | dict(run=pretraining(run), chosen=tried)
     return log | dict(scores=scores, scores_commit=commit)
 
 
 if __name__ == "__main__":
     series, *folders, commit = sys.argv[1:]
-    log = dict(exam=exam, vocabulary=vocabulary, night=night)[series](*map(Path, folders), commit)
+    log = dict(exam=exam, vocabulary=vocabulary, evening=evening)[series](
+        *map(Path, folders), commit
+    )
     in_one_line = lambda found: " ".join(found[0].split())
     print(re.sub(r"\{[^][{}]*\}|\[[^][{}]*\]", in_one_line, json.dumps(log, indent=1)))
