@@ -10,6 +10,7 @@ again.
 import gzip
 import json
 import re
+import statistics
 import subprocess
 import sys
 from datetime import date
@@ -180,8 +181,11 @@ def evening(run: Path, glue: Path, work: Path, commit: str) -> dict:
         for task in TASKS
         for score in evaluate(work, task, run / "model", [task], glue, MOST, *words_of(best, 0, 5))
     ]
+    middle = {score["task"]: statistics.median(score["values"]) for score in scores}
+    middle["mnli"] = (middle["mnli"] + middle.pop("mnli_mm")) / 2  # two sets, one task
+    mean = round(statistics.fmean(middle.values()), 4)
     log = read_data("evening.json") | dict(run=pretraining(run), chosen=tried)
-    return log | dict(scores=scores, scores_commit=commit)
+    return log | dict(scores=scores, mean=mean, scores_commit=commit)
 
 
 if __name__ == "__main__":
