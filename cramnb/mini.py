@@ -698,11 +698,12 @@ def main(
 
 # %% ../nbs/15_program.ipynb #5eb4c6d6
 if __name__ == '__main__' and '__file__' in globals():  # not in a notebook
-    words = sys.argv[1:]
-    folder = words[0] if words else ''
+    program, *words = sys.argv
+    program, folder = Path(program).stem, words[0] if words else ''
     seconds = words[1] if len(words) > 1 else '180'
     if len(words) > 2 or folder.startswith('-') or not re.fullmatch(r'[1-9]\d*', seconds):
-        sys.exit('usage: python -m cramnb.mini [FOLDER] [SECONDS]')
-    text = Path(folder).resolve()  # each folder of text has a run of its own
-    where = f'mini-run-{text.name}-{zlib.crc32(bytes(text)):08x}' if folder else 'mini-run'
+        sys.exit(f'usage: {program} [FOLDER] [SECONDS]')
+    text, where = Path(folder).resolve(), f'{program}-run'
+    if folder:  # each folder of text has a run of its own, even where two have one name
+        where += f'-{text.name}-{zlib.crc32(bytes(text)):08x}'
     main(folder, float(seconds), where, bf16=torch.cpu._is_amx_tile_supported())

@@ -4,6 +4,7 @@ import ast
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -339,6 +340,9 @@ def test_the_command_ends_with_a_loss_and_goes_on_when_called_again(tmp_path):
     assert re.search(r"exam: [\d.]+%.*untrained: [\d.]+%", told[1])
     again = subprocess.run([*words, "1"], **how)  # its time is over, and nothing has changed
     assert again.stdout.splitlines()[-2:] == told
+    shutil.copy(mini.__file__, tmp_path / "my_bert.py")  # a reader's program has a run of its own
+    mine = subprocess.run([sys.executable, "my_bert.py", str(folder), "1"], **how)
+    assert "run: my_bert-run-text" in mine.stdout, mine.stderr
     (tmp_path / "other").mkdir()  # another text does not go on with this one's run
     other = subprocess.run([*words[:-1], "other", "1"], **how)
     assert other.returncode == 1 and "too little text" in other.stderr
