@@ -474,7 +474,7 @@ def load(
     with safe_open(path, 'pt') as f:
         run = json.loads(f.metadata()['place']) | dict(states={})
         for key in f.keys():
-            kind, name, part = f'{key} . .'.split()[:3]
+            kind, name, part = f'{key} . .'.split()[:3]  # 'random' is one word, a weight two
             value = f.get_tensor(key)
             if kind == 'weight':
                 model.get_parameter(name).data.copy_(value)
@@ -482,7 +482,7 @@ def load(
                 torch.set_rng_state(value)
             else:
                 state = run['states'].setdefault(name, {})
-                state[part] = value if value.ndim else value.item()
+                state[part] = value if value.ndim else value.item()  # AdamW's t is a number
     return run
 
 # %% ../nbs/12_exam.ipynb #44020fff
